@@ -1,0 +1,100 @@
+"""Two rows to a gap, and a row's evidence to a verdict.
+
+The tensors are walked once, in `gap_between`; everything after it is a rule over a few numbers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvproof._numerics import ROUNDING_FACTOR, structural_limit
+from kvproof._report import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The largest absolute difference of two values, and where it stands.
+
+    ``size`` is NaN where both sides are NaN at the same place, and infinite where one side alone is not
+    finite or the two hold different infinities. Equal infinities differ by nothing.
+    """
+
+    size: float
+    index: tuple[int, ...]
+    scale: float  #: the expected value's largest finite magnitude
+
+
+def gap_between(expected: Tensor, actual: Tensor) -> Gap:
+    """Compare two tensors of one shape in float64, every entry; raise `ValueError` if the shapes differ."""
+    if expected.shape != actual.shape:
+        raise ValueError(f"shapes differ: {tuple(expected.shape)} and {tuple(actual.shape)}")
+    if expected.numel() == 0:
+        return Gap(size=0.0, index=(), scale=0.0)
+    e, a = expected.detach().to(torch.float64), actual.detach().to(torch.float64)
+    difference = torch.where(e == a, 0.0, (e - a).abs())  # inf - inf is NaN, and equal all the same
+    both_nan = e.isnan() & a.isnan()
+    one_sided = (e.isfinite() ^ a.isfinite()) | (difference.isnan() & ~both_nan)
+    difference = torch.where(one_sided, math.inf, difference)
+    # An infinite gap is the worst; NaN on both sides comes next, because no finite gap may hide it.
+    ranked = torch.where(both_nan, torch.finfo(torch.float64).max, difference)
+    flat = int(ranked.argmax())
+    size = float(difference.flatten()[flat])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
+    scale = float(torch.where(e.isfinite(), e, 0.0).abs().max())
+    return Gap(size=size, index=index, scale=scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of one row, in absolute differences of logits.
+
+    The top-rung members are None together, where there is no top rung to be had.
+    """
+
+    gap: float
+    allowed: float
+    noise: float
+    top_gap: float | None = None
+    top_noise: float | None = None
+    top_scale: float | None = None
+    uncached_error: float | None = None
+    cached_error: float | None = None
+
+
+def judge(row: Evidence) -> tuple[Verdict, str]:
+    """Return a row's verdict and the reason in words. The rules stand in the order that decides."""
+    if math.isinf(row.gap) or (row.top_gap is not None and math.isinf(row.top_gap)):
+        return Verdict.DIVERGED, "one path gives a value that is not finite where the other's is finite"
+    if math.isnan(row.gap) or (row.top_gap is not None and math.isnan(row.top_gap)):
+        return Verdict.INCONCLUSIVE, "both paths give NaN at the same place"
+    if row.top_gap is None or row.top_noise is None or row.top_scale is None:
+        return _judge_by_noise(row)
+    limit = structural_limit(row.top_noise, row.top_scale)
+    if row.top_gap > limit:
+        return Verdict.DIVERGED, f"float64 gap {row.top_gap:.2e} is beyond {limit:.2e}: not rounding"
+    if row.gap <= row.allowed:
+        return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
+    explained = ROUNDING_FACTOR.value * max(row.noise, row.uncached_error or 0.0)
+    if row.cached_error is not None and row.cached_error <= explained:
+        return Verdict.ROUNDING, (
+            f"float64 agrees, and the cached error {row.cached_error:.2e} is within {explained:.2e}, "
+            f"{ROUNDING_FACTOR.value:g} × the larger of noise and uncached error"
+        )
+    return Verdict.DIVERGED, (
+        f"float64 agrees, but in the declared dtype the cached error {row.cached_error:.2e} exceeds "
+        f"{explained:.2e}: something is held in too low a dtype"
+    )
+
+
+def _judge_by_noise(row: Evidence) -> tuple[Verdict, str]:
+    """Judge a row that has no top rung: noise alone can excuse a gap, and never convicts one."""
+    if row.gap <= row.allowed:
+        return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
+    explained = ROUNDING_FACTOR.value * row.noise
+    if row.gap <= explained:
+        return Verdict.ROUNDING, f"gap {row.gap:.2e} within {explained:.2e}, the noise × {ROUNDING_FACTOR.value:g}"
+    return Verdict.INCONCLUSIVE, (
+        f"gap {row.gap:.2e} is beyond the noise × {ROUNDING_FACTOR.value:g}, and there is no float64 to decide"
+    )

@@ -1,0 +1,281 @@
+"""The report: what an audit found, as frozen data that JSON holds without loss.
+
+Everything a reader or a renderer needs is here, and nothing is a tensor. Layers, positions, heads, slots
+and batch rows count from 0. Gaps, scales, noise and errors are absolute differences of logits.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvproof._ledger import Run
+from kvproof._stages import Stage
+from kvproof.scenarios import Ability
+
+#: Rises when a member changes its meaning or goes away.
+SCHEMA_VERSION = 1
+
+
+class Verdict(StrEnum):
+    """What the evidence says. Members stand from harmless to worst; joined, the worst wins."""
+
+    NOT_CHECKED = "not-checked"  #: the subject lacks the ability; never counts as a pass
+    MATCH = "match"  #: the gap lies within what the declared dtype allows
+    ROUNDING = "rounding"  #: outside it, but shown to be regrouping noise
+    VACUOUS = "vacuous"  #: the audit could not be shown able to fail
+    INCONCLUSIVE = "inconclusive"  #: it ran, and the evidence cannot tell
+    DIVERGED = "diverged"  #: a bug
+
+    @property
+    def exit_status(self) -> int:
+        """The command line's exit status for this verdict."""
+        return {"diverged": 1, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the cached path was shown to compute what the uncached one does."""
+        return self in (Verdict.MATCH, Verdict.ROUNDING)
+
+
+def worst(verdicts: "list[Verdict]") -> Verdict:
+    """Join verdicts: the worst wins, and of none at all nothing was checked."""
+    order = list(Verdict)
+    return max(verdicts, key=order.index, default=Verdict.NOT_CHECKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """The declared tolerance of a dtype: ``absolute + relative × the row's largest absolute logit``."""
+
+    dtype: str
+    absolute: float
+    relative: float
+    source: str
+
+    def allowed(self, scale: float) -> float:
+        """Return the largest gap that counts as a match for a row of this scale."""
+        return self.absolute + self.relative * scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A number that decides an outcome, with where it comes from."""
+
+    name: str
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the report was made on."""
+
+    kvproof: str
+    python: str
+    torch: str
+    platform: str
+    processor: str
+    num_threads: int
+    created: str  #: UTC, ISO 8601
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectInfo:
+    """What is under audit."""
+
+    name: str
+    digest: str  #: SHA-256 of the weights
+    mode: str  #: "eval" or "train"
+    dtype: str
+    num_layers: int
+    vocab_size: int
+    context_len: int  #: positions 0..context_len - 1 are accepted
+    abilities: tuple[Ability, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """One prefix: its uncached row against its cached row, over the whole vocabulary."""
+
+    ids: tuple[int, ...]
+    tokens: str
+    gap: float  #: in the declared dtype
+    worst_id: int  #: the vocabulary entry with the largest difference
+    allowed: float
+    noise: float  #: gap between two uncached ways, running maximum over positions
+    scale: float  #: the expected row's largest absolute logit
+    top_gap: float | None  #: the gap in float64; None where the subject cannot be cast
+    top_noise: float | None
+    uncached_error: float | None  #: declared uncached row against the float64 row
+    cached_error: float | None  #: declared cached row against the float64 row
+    verdict: Verdict
+    reason: str
+    expected: tuple[float, ...] | None  #: the uncached row itself, where the vocabulary is small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first value that went wrong, in causal order, and the contract that this likely breaks."""
+
+    scenario: str
+    ids: tuple[int, ...]  #: the tokens consumed when it happened
+    tokens: str
+    position: int  #: of the token that was being consumed
+    stage: Stage
+    layer: int | None
+    head: int | None
+    slot: int | None  #: cache slot, for the stages that cover slots
+    gap: float
+    allowed: float
+    origin: str | None  #: what the wrong cache slot really holds, where that could be told
+    contract: str
+    logits_differ: bool  #: False where later errors cancel this one
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioResult:
+    """All rows of one scenario."""
+
+    name: str
+    verdict: Verdict
+    rows: tuple[RowResult, ...]
+    largest_gap: float
+    num_values_compared: int  #: intermediate values compared at the top rung
+    divergence: Divergence | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultResult:
+    """What the audit said of a cached path that was broken on purpose."""
+
+    name: str
+    breaks: str
+    expected_stage: Stage
+    verdict: Verdict
+    largest_gap: float
+    tolerance: float
+    num_rows_beyond: int  #: rows whose gap exceeds the tolerance
+    margin: float  #: largest faulty gap ÷ largest clean gap
+    divergence: Divergence | None
+    caught: bool  #: diverged, and by more than the tolerance
+    right_stage: bool  #: the first stage named is the expected one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """The reference system's frozen weights and what they reached."""
+
+    source: str  #: "trained" or the file's name
+    seed: int
+    num_parameters: int
+    loss: float  #: mean cross-entropy, nats per position
+    entropy_floor: float
+    largest_probability_error: float
+    digest_before: str
+    digest_after: str
+    tie: str  #: how the corpus's ties fell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTraceRow:
+    """One layer's cache after one consumed token; shapes are (batch, head, slot, head_dim)."""
+
+    tokens: str
+    position: int
+    layer: int
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    expected_shape: tuple[int, ...]
+    asserted: bool  #: whether the shapes were held against the expected one
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMemory:
+    """Bytes of K and V together, from elements × item size; ``measured`` is what the tensors hold."""
+
+    bytes_per_element: int
+    bytes_per_token_and_layer: int
+    bytes_per_token: int
+    bytes_per_layer: int  #: at the full context
+    bytes_per_request: int  #: after the run that was measured
+    bytes_full_context: int
+    num_tokens_measured: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A call that breaks the cache's contract, and how it was refused."""
+
+    attempt: str
+    message: str
+    refused: bool
+    unchanged: bool  #: the session is as it was before the call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateItem:
+    """One line of the acceptance gate."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPair:
+    """One policy run cached and uncached, and whether the record reproduces the run."""
+
+    name: str
+    cached: Run
+    uncached: Run
+    equal: bool  #: the two token traces and stop reasons
+    reproduced: bool  #: replayed from its record, line by line, through both paths
+    problem: str | None
+    expected_trace: str | None  #: the checked trace, where there is one
+    expected_stop: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Milestone:
+    """The reference system's own part of the report."""
+
+    checkpoint: CheckpointInfo
+    vocabulary: tuple[str, ...]
+    patterns: tuple[str, ...]
+    switched_off: tuple[str, ...]
+    cache_trace: tuple[CacheTraceRow, ...]
+    memory: CacheMemory
+    refusals: tuple[Refusal, ...]
+    runs: tuple[RunPair, ...]
+    gate: tuple[GateItem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every line of the gate holds."""
+        return all(item.passed for item in self.gate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one audit found."""
+
+    schema_version: int
+    verdict: Verdict
+    summary: str
+    environment: Environment
+    subject: SubjectInfo
+    tolerance: Tolerance
+    constants: tuple[Constant, ...]
+    scenarios: tuple[ScenarioResult, ...]
+    faults: tuple[FaultResult, ...]
+    milestone: Milestone | None
+
+    @property
+    def exit_status(self) -> int:
+        """The command line's exit status: the verdict's, or 1 where the milestone's gate fails."""
+        if self.milestone is not None and not self.milestone.passed:
+            return self.verdict.exit_status or 1
+        return self.verdict.exit_status

@@ -1,0 +1,88 @@
+"""Stages: the named intermediate values on the way to the logits, in causal order.
+
+The order is that of a pre-norm decoder: what stands earlier is computed earlier, so the first stage that
+differs is where an error entered, and everything after it may merely carry the error on.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    """One kind of intermediate value; members stand in causal order."""
+
+    TOKEN = "token"  #: the consumed token id
+    POSITION = "position"  #: the absolute position index given to it
+    EMBEDDING = "embedding"  #: token embedding + position embedding
+    ATTN_NORM = "attn_norm"  #: the layer's normalised input
+    NEW_Q = "new_q"  #: the query of the new token, after rotation where there is one
+    NEW_K = "new_k"  #: the key of the new token
+    NEW_V = "new_v"  #: the value of the new token
+    CACHE_LEN = "cache_len"  #: entries in the layer's cache after the append
+    CACHE_K = "cache_k"  #: the keys that attention reads: every slot of the appended cache
+    CACHE_V = "cache_v"  #: the values that attention reads
+    ATTN_WEIGHTS = "attn_weights"  #: attention probabilities over the valid entries
+    ATTN_OUT = "attn_out"  #: attention output, after the output projection
+    ATTN_RESIDUAL = "attn_residual"  #: layer input + attention output
+    MLP_OUT = "mlp_out"  #: output of the MLP, its norm included
+    MLP_RESIDUAL = "mlp_residual"  #: the layer's output
+    FINAL_NORM = "final_norm"  #: the last layer's output, normalised
+    LOGITS = "logits"  #: the readout
+    POLICY = "policy"  #: the token chosen from equal logits
+
+
+#: Stages that exist once, before the first layer and after the last one.
+BEFORE_LAYERS = (Stage.TOKEN, Stage.POSITION, Stage.EMBEDDING)
+AFTER_LAYERS = (Stage.FINAL_NORM, Stage.LOGITS, Stage.POLICY)
+#: Stages that every layer has, in causal order.
+IN_LAYER = tuple(stage for stage in Stage if stage not in BEFORE_LAYERS + AFTER_LAYERS)
+#: Stages whose value covers every cache slot and not only the new tokens.
+OVER_SLOTS = frozenset({Stage.CACHE_K, Stage.CACHE_V})
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A stage at a place: which layer's, or none for the stages outside the layers.
+
+    Layers count from 0, as positions do.
+    """
+
+    stage: Stage
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.stage.value if self.layer is None else f"{self.stage.value} of layer {self.layer}"
+
+
+def causal_order(num_layers: int) -> tuple[Site, ...]:
+    """Return every site of a decoder with ``num_layers`` layers, earliest first."""
+    layers = tuple(Site(stage, layer) for layer in range(num_layers) for stage in IN_LAYER)
+    return tuple(map(Site, BEFORE_LAYERS)) + layers + tuple(map(Site, AFTER_LAYERS))
+
+
+#: The likely contract behind the first stage that differs (spec R15). Cache contents have their own
+#: entries, because what the wrong slot holds tells more than that it is wrong.
+LIKELY_CONTRACT: dict[Stage, str] = {
+    Stage.TOKEN: "token ownership: the cached path consumed another token than the request holds",
+    Stage.POSITION: "position index: the new token must take the position that equals the cache length",
+    Stage.EMBEDDING: "embedding: the lookup or the position addition",
+    Stage.ATTN_NORM: "normalisation before attention, or the residual stream handed to this layer",
+    Stage.NEW_Q: "projection, normalisation, or axis order of the new query",
+    Stage.NEW_K: "projection, normalisation, or axis order of the new key",
+    Stage.NEW_V: "projection, normalisation, or axis order of the new value",
+    Stage.CACHE_LEN: "missing or duplicate append: each layer appends each consumed token exactly once",
+    Stage.CACHE_K: "cache content: a stored key changed after it was written, or the wrong one is read",
+    Stage.CACHE_V: "cache content: a stored value changed after it was written, or the wrong one is read",
+    Stage.ATTN_WEIGHTS: "mask or scale: attention read the wrong rows of a cache that is right",
+    Stage.ATTN_OUT: "attention mix or output projection",
+    Stage.ATTN_RESIDUAL: "residual addition after attention",
+    Stage.MLP_OUT: "MLP or its normalisation",
+    Stage.MLP_RESIDUAL: "residual addition after the MLP",
+    Stage.FINAL_NORM: "final normalisation",
+    Stage.LOGITS: "tied readout",
+    Stage.POLICY: "policy, tie rule, or generator state: the logits match and the chosen token differs",
+}
+WRONG_LAYER = "wrong layer's cache: each layer must read and append to its own"
+WRONG_SLOT = "stale or misplaced slot: a layer's entries must stand in the order of consumption"
+WRONG_KIND = "keys and values swapped"
+WRONG_REQUEST = "cross-request cache contamination: each request owns its cache"

@@ -1,0 +1,51 @@
+"""Taps: how a value on the way to the logits is seen, recorded or replaced.
+
+A decoder that can be tapped hands each intermediate value to its tap and goes on with what the tap
+returns. Recording returns the value as it is; planting a fault returns another one.
+
+Axes by stage: ``token`` and ``position`` are (batch, new); ``new_q``, ``new_k``, ``new_v`` are
+(batch, head, new, head_dim); ``cache_k`` and ``cache_v`` (batch, head, slot, head_dim); ``attn_weights``
+(batch, head, new, slot); every other stage (batch, new, width), ``logits`` (batch, new, vocab).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kvproof._stages import OVER_SLOTS, Site, Stage
+
+
+class Tap(Protocol):
+    """Sees the value at a site and returns the value to go on with."""
+
+    def __call__(self, site: Site, value: Tensor, /) -> Tensor:
+        """Return ``value``, or what stands in its place."""
+        ...
+
+
+def untouched(site: Site, value: Tensor, /) -> Tensor:  # noqa: ARG001 - every tap takes the site
+    """Return the value as it is: the tap of an ordinary run."""
+    return value
+
+
+class Recorder:
+    """A tap that keeps a copy of every value, in the order in which they were computed.
+
+    ``inner`` acts first, so that a run with a planted fault records what the decoder went on with.
+    """
+
+    def __init__(self, inner: Tap = untouched) -> None:
+        self.values: dict[Site, Tensor] = {}
+        self._inner = inner
+
+    def __call__(self, site: Site, value: Tensor, /) -> Tensor:
+        value = self._inner(site, value)
+        self.values[site] = value.detach().clone()
+        return value
+
+
+def token_axis(stage: Stage) -> int | None:
+    """Return the axis along which a stage's value has one entry for each new token, or none."""
+    if stage in OVER_SLOTS:
+        return None
+    return -1 if stage in (Stage.TOKEN, Stage.POSITION) else -2

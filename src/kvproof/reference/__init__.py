@@ -1,0 +1,32 @@
+"""The reference system's decoder: small enough to check by hand, complete enough to be a decoder.
+
+Read `decoder` for the model, `cache` for what incremental decoding keeps, `corpus` for the four patterns
+it learns, `training` for the recipe and `checkpoint` for the frozen result. Nothing here knows the rest
+of kvproof: the seam's adapter stands outside.
+"""
+
+from kvproof.reference.cache import DecoderCache, LayerCache
+from kvproof.reference.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_digest
+from kvproof.reference.corpus import PATTERNS, VOCABULARY, decode, encode
+from kvproof.reference.decoder import Decoder, DecoderConfig
+from kvproof.reference.training import RECIPE, Recipe, entropy_floor, largest_probability_error, train
+
+__all__ = [
+    "PATTERNS",
+    "RECIPE",
+    "VOCABULARY",
+    "Checkpoint",
+    "Decoder",
+    "DecoderCache",
+    "DecoderConfig",
+    "LayerCache",
+    "Recipe",
+    "decode",
+    "encode",
+    "entropy_floor",
+    "largest_probability_error",
+    "load_checkpoint",
+    "save_checkpoint",
+    "train",
+    "weights_digest",
+]

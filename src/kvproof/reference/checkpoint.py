@@ -1,0 +1,132 @@
+"""Checkpoints: safetensors with configuration, corpus, seed and digest in the metadata.
+
+Loading runs nothing from the file. A file that is truncated, altered, from elsewhere or of another
+configuration is refused before a decoder exists.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvproof._errors import CheckpointError, OutputError
+from kvproof.reference.corpus import PATTERNS, VOCABULARY
+from kvproof.reference.decoder import Decoder, DecoderConfig
+
+FORMAT = "kvproof-reference-1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A frozen decoder with what it was made from: the seed, and the loss (nats) it ended at."""
+
+    decoder: Decoder
+    seed: int
+    loss: float
+
+    @property
+    def digest(self) -> str:
+        """The digest of the weights as they are now."""
+        return weights_digest(self.decoder)
+
+
+def weights_digest(decoder: Decoder) -> str:
+    """Return the SHA-256, in hexadecimal, of every weight's name, dtype, shape and bytes, in order of name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(decoder.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist()))
+    return digest.hexdigest()
+
+
+def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    """Write the checkpoint; an existing file is replaced whole or not at all. Raises `OutputError`."""
+    decoder = checkpoint.decoder
+    metadata = {
+        "format": FORMAT,
+        "config": json.dumps(asdict(decoder.config), sort_keys=True),
+        "vocabulary": json.dumps(VOCABULARY),
+        "patterns": json.dumps(PATTERNS),
+        "seed": str(checkpoint.seed),
+        "loss": repr(checkpoint.loss),
+        "digest": checkpoint.digest,
+    }
+    metadata["metadata_digest"] = _metadata_digest(metadata)
+    data = save(dict(decoder.state_dict()), metadata)
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise OutputError(f"cannot write checkpoint {path}: {error.strerror}") from error
+
+
+def load_checkpoint(path: Path, config: DecoderConfig | None = None) -> Checkpoint:
+    """Read and verify a checkpoint; ``config`` is the configuration that it must have.
+
+    Raises `CheckpointError` naming the file and what is wrong with it.
+    """
+    metadata, tensors = _read(path)
+    stored = _checked_metadata(path, metadata)
+    expected = config or DecoderConfig()
+    if stored != asdict(expected):
+        raise CheckpointError(f"{path} holds a decoder of configuration {stored}, not {asdict(expected)}")
+    decoder = Decoder(expected)
+    try:
+        decoder.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not hold this configuration's weights: {error}") from error
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{path}: weight {name!r} holds a value that is not finite")
+    checkpoint = Checkpoint(
+        decoder=decoder.eval().requires_grad_(False),
+        seed=int(metadata["seed"]),
+        loss=float(metadata["loss"]),
+    )
+    if checkpoint.digest != metadata["digest"]:
+        raise CheckpointError(
+            f"{path} was altered: its weights have digest {checkpoint.digest[:16]}…, "
+            f"and it records {metadata['digest'][:16]}…"
+        )
+    return checkpoint
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no such checkpoint: {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _checked_metadata(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """Return the stored configuration, once format, corpus and the metadata's own digest agree."""
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of the reference decoder: its metadata has format "
+            f"{metadata.get('format')!r}, not {FORMAT!r}"
+        )
+    if metadata.get("metadata_digest") != _metadata_digest(metadata):
+        raise CheckpointError(f"{path} was altered: its metadata does not have the digest that it records")
+    if json.loads(metadata["patterns"]) != list(PATTERNS):
+        raise CheckpointError(f"{path} was trained on {metadata['patterns']}, not on {json.dumps(PATTERNS)}")
+    if json.loads(metadata["vocabulary"]) != list(VOCABULARY):
+        raise CheckpointError(f"{path} has vocabulary {metadata['vocabulary']}, not {json.dumps(VOCABULARY)}")
+    config: dict[str, Any] = json.loads(metadata["config"])
+    return config
+
+
+def _metadata_digest(metadata: dict[str, str]) -> str:
+    entries = sorted((key, value) for key, value in metadata.items() if key != "metadata_digest")
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()

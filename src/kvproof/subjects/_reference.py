@@ -1,0 +1,121 @@
+"""The adapter for the reference decoder."""
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvproof._errors import CheckpointError
+from kvproof._report import SubjectInfo
+from kvproof._trace import Tap
+from kvproof.reference import VOCABULARY, Checkpoint, DecoderCache, weights_digest
+from kvproof.reference.cache import Append
+from kvproof.scenarios import Ability
+from kvproof.subjects._base import Session, Subject
+
+
+class ReferenceSubject(Subject):
+    """A checkpoint of the reference decoder, frozen, on the CPU."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        for name, weight in checkpoint.decoder.state_dict().items():
+            if not weight.isfinite().all():
+                raise CheckpointError(f"weight {name!r} holds a value that is not finite; nothing runs on it")
+        self.checkpoint = checkpoint
+        self.decoder = checkpoint.decoder
+        self._requests = itertools.count()
+        config = self.decoder.config
+        self._info = SubjectInfo(
+            name="reference decoder",
+            digest=weights_digest(self.decoder),
+            mode="train" if self.decoder.training else "eval",
+            dtype=str(self.dtype).removeprefix("torch."),
+            num_layers=config.num_layers,
+            vocab_size=config.vocab_size,
+            context_len=config.context_len,
+            abilities=tuple(Ability),
+        )
+
+    @property
+    def info(self) -> SubjectInfo:
+        """What the subject is and can do."""
+        return self._info
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the decoder computes in."""
+        return self.decoder.final_norm.weight.dtype
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that training started from."""
+        return self.checkpoint.seed
+
+    def token(self, token_id: int) -> str:
+        """Return the text of a token; a decoder with another vocabulary shows its ids."""
+        return VOCABULARY[token_id] if self.info.vocab_size == len(VOCABULARY) else str(token_id)
+
+    @torch.no_grad()
+    def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
+        logits: Tensor = self.decoder(torch.tensor([ids]), torch.arange(len(ids))[None], tap=tap)
+        return logits[0]
+
+    def _session(self, batch: int, tap: Tap) -> "ReferenceSession":
+        config = self.decoder.config
+        cache = DecoderCache.empty(
+            self.new_request(),
+            num_layers=config.num_layers,
+            batch=batch,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )
+        return ReferenceSession(self, [[] for _ in range(batch)], cache, tap)
+
+    def _cast(self, dtype: torch.dtype) -> "ReferenceSubject":
+        decoder = copy.deepcopy(self.decoder).to(dtype)
+        return ReferenceSubject(
+            Checkpoint(decoder=decoder, seed=self.checkpoint.seed, loss=self.checkpoint.loss)
+        )
+
+    def new_request(self) -> str:
+        """Return a name that no other request of this subject has."""
+        return f"request-{next(self._requests)}"
+
+
+class ReferenceSession(Session):
+    """One request's cache; caches are values, so what fails half-way leaves the old one in place."""
+
+    def __init__(
+        self, subject: ReferenceSubject, ids: Sequence[Sequence[int]], cache: DecoderCache, tap: Tap
+    ) -> None:
+        super().__init__(subject, ids)
+        self.reference = subject
+        self.cache = cache
+        self.tap = tap
+
+    @torch.no_grad()
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Tensor:
+        append = Append(self.cache, num_new=len(ids[0]))
+        positions = torch.arange(start, start + len(ids[0])).expand(len(ids), -1)
+        logits: Tensor = self.reference.decoder(torch.tensor(ids), positions, append, self.tap)
+        self.cache = append.finish()
+        return logits
+
+    def _crop(self, length: int) -> None:
+        self.cache = self.cache.crop(length)
+
+    def _reorder(self, rows: Sequence[int]) -> None:
+        self.cache = self.cache.reorder(list(rows))
+
+    def _fork(self, tap: Tap) -> "ReferenceSession":
+        cache = self.cache.owned_by(self.reference.new_request())
+        return ReferenceSession(self.reference, self.ids, cache, tap)
+
+    def _reset(self) -> None:
+        self.cache = self.cache.crop(0)
+
+    def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
+        return tuple({"k": layer.keys, "v": layer.values} for layer in self.cache.layers)
