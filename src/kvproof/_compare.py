@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvproof._numerics import ROUNDING_FACTOR, structural_limit
+from kvproof._numerics import ROUNDING_FACTOR, STRUCTURAL_FLOOR, structural_limit
 from kvproof._report import Verdict
 
 
@@ -71,6 +71,11 @@ def judge(row: Evidence) -> tuple[Verdict, str]:
         return Verdict.INCONCLUSIVE, "both paths give NaN at the same place"
     if row.top_gap is None or row.top_noise is None or row.top_scale is None:
         return _judge_by_noise(row)
+    if row.top_noise > STRUCTURAL_FLOOR.value * row.top_scale:
+        return Verdict.INCONCLUSIVE, (
+            f"two uncached ways to compute this row differ by {row.top_noise:.2e} in float64: "
+            "the uncached path is not causal, or not the same function twice"
+        )
     limit = structural_limit(row.top_noise, row.top_scale)
     if row.top_gap > limit:
         return Verdict.DIVERGED, f"float64 gap {row.top_gap:.2e} is beyond {limit:.2e}: not rounding"
@@ -94,7 +99,10 @@ def _judge_by_noise(row: Evidence) -> tuple[Verdict, str]:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
     explained = ROUNDING_FACTOR.value * row.noise
     if row.gap <= explained:
-        return Verdict.ROUNDING, f"gap {row.gap:.2e} within {explained:.2e}, the noise × {ROUNDING_FACTOR.value:g}"
+        return (
+            Verdict.ROUNDING,
+            f"gap {row.gap:.2e} within {explained:.2e}, the noise × {ROUNDING_FACTOR.value:g}",
+        )
     return Verdict.INCONCLUSIVE, (
         f"gap {row.gap:.2e} is beyond the noise × {ROUNDING_FACTOR.value:g}, and there is no float64 to decide"
     )

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from kvproof._codec import CodecError, from_plain, to_plain
+from kvproof._environment import Environment
 from kvproof._errors import LedgerError
 from kvproof.policies import Policy, Stops
 
@@ -55,10 +56,7 @@ class Header:
     subject_seed: int | None  #: the training seed that recreates the subject, where there is one
     dtype: str
     path: Literal["cached", "uncached"]
-    kvproof: str
-    torch: str
-    platform: str
-    num_threads: int
+    environment: Environment
     policy: Policy
     stops: Stops
     prompt: tuple[int, ...]

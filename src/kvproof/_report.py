@@ -7,6 +7,7 @@ and batch rows count from 0. Gaps, scales, noise and errors are absolute differe
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproof._environment import Environment
 from kvproof._ledger import Run
 from kvproof._stages import Stage
 from kvproof.scenarios import Ability
@@ -66,19 +67,6 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """What the report was made on."""
-
-    kvproof: str
-    python: str
-    torch: str
-    platform: str
-    processor: str
-    num_threads: int
-    created: str  #: UTC, ISO 8601
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectInfo:
     """What is under audit."""
 
@@ -124,6 +112,8 @@ class Divergence:
     layer: int | None
     head: int | None
     slot: int | None  #: cache slot, for the stages that cover slots
+    expected: float  #: the uncached path's value where the two differ most
+    actual: float  #: the cached path's value there
     gap: float
     allowed: float
     origin: str | None  #: what the wrong cache slot really holds, where that could be told
@@ -157,7 +147,7 @@ class FaultResult:
     num_rows_beyond: int  #: rows whose gap exceeds the tolerance
     margin: float  #: largest faulty gap ÷ largest clean gap
     divergence: Divergence | None
-    caught: bool  #: diverged, and by more than the tolerance
+    caught: bool  #: the verdict is ``diverged``
     right_stage: bool  #: the first stage named is the expected one
 
 

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from kvproof._errors import UsageError
 from kvproof._stages import IN_LAYER, OVER_SLOTS, Site, Stage
-from kvproof._trace import Tap, token_axis
+from kvproof._trace import Tap, token_axis, untouched
 
 MakeTap = Callable[[], Tap]
+
+
+def no_fault() -> Tap:
+    """Make the tap of a session without a fault."""
+    return untouched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

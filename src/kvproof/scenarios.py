@@ -146,3 +146,25 @@ def interleaved(first: Sequence[int], second: Sequence[int]) -> Scenario:
         exposes="state that requests share",
         operations=(Open(), *turns),
     )
+
+
+def longest_sequences(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
+    """Return every token sequence that the scenario consumes and none of whose continuations it does."""
+    sessions: list[list[tuple[int, ...]]] = [[()] * scenario.batch]
+    seen: set[tuple[int, ...]] = set()
+    for operation in scenario.operations:
+        match operation:
+            case Open(batch=batch):
+                sessions.append([()] * batch)
+            case Fork(session=index):
+                sessions.append(list(sessions[index]))
+            case Extend(session=index, ids=ids):
+                sessions[index] = [old + new for old, new in zip(sessions[index], ids, strict=True)]
+                seen.update(sessions[index])
+            case Crop(session=index, length=length):
+                sessions[index] = [row[:length] for row in sessions[index]]
+            case Reorder(session=index, rows=rows):
+                sessions[index] = [sessions[index][row] for row in rows]
+            case Reset(session=index):
+                sessions[index] = [()] * len(sessions[index])
+    return tuple(sorted(s for s in seen if not any(o != s and o[: len(s)] == s for o in seen)))

@@ -22,8 +22,8 @@ from kvproof.reference.decoder import Decoder, DecoderConfig
 class Recipe:
     """Full-batch AdamW with cosine decay.
 
-RECIPE_NOTE
-    ``max_loss_above_floor`` (nats) is what spec R3 allows; ending above it raises.
+    RECIPE_NOTE
+        ``max_loss_above_floor`` (nats) is what spec R3 allows; ending above it raises.
     """
 
     seed: int = 1
@@ -111,7 +111,8 @@ def next_token_distribution() -> dict[tuple[int, ...], dict[int, float]]:
         for length in range(1, len(inputs) + 1):
             followers.setdefault(inputs[:length], Counter())[targets[length - 1]] += 1
     return {
-        prefix: {token: n / count.total() for token, n in count.items()} for prefix, count in followers.items()
+        prefix: {token: n / count.total() for token, n in count.items()}
+        for prefix, count in followers.items()
     }
 
 

@@ -1,0 +1,253 @@
+"""The first value that went wrong, in causal order.
+
+A program runs on the cached path with every value recorded, and each value is held against the literal
+uncached run of the same tokens. Calls come in the order in which they ran; within a call, stages come in
+causal order and tokens in order of position. So the first mismatch is one that no other explains. The
+search runs at the top rung where the subject can be cast: there, noise cannot mislead.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvproof._compare import Gap, gap_between
+from kvproof._numerics import TOP_RUNG, structural_limit
+from kvproof._programs import Row, run_program
+from kvproof._report import Divergence
+from kvproof._stages import (
+    LIKELY_CONTRACT,
+    OVER_SLOTS,
+    WRONG_KIND,
+    WRONG_LAYER,
+    WRONG_REQUEST,
+    WRONG_SLOT,
+    Site,
+    Stage,
+    causal_order,
+)
+from kvproof._trace import Recorder, token_axis
+from kvproof.faults import Fault, MakeTap, no_fault
+from kvproof.scenarios import Ability, Scenario
+from kvproof.subjects import Subject
+
+Trace = dict[Site, Tensor]
+_HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS}) | OVER_SLOTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Localisation:
+    """The first mismatch, or none, and how many values were compared to say so."""
+
+    divergence: Divergence | None
+    num_values: int
+
+
+def localise(subject: Subject, scenario: Scenario, *, fault: Fault | None = None) -> Localisation:
+    """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
+
+    ``fault`` is planted in the cached path alone. Raises `AbilityError` for a subject without taps.
+    """
+    subject.require(Ability.TAP)
+    top = subject.cast(TOP_RUNG) if Ability.CAST in subject.info.abilities else subject
+    literal = _LiteralTraces(top)
+    make_fault = fault.plant() if fault else no_fault
+    num_values = 0
+    first: _Mismatch | None = None
+    logits_differ = False
+    for rows, trace in _traced_calls(top, scenario, make_fault):
+        for comparison in _comparisons(literal, rows, trace, top.info.num_layers):
+            num_values += comparison.actual.numel()
+            mismatch = _mismatch(literal, comparison)
+            if mismatch is not None:
+                first = first or mismatch
+                logits_differ |= comparison.site.stage is Stage.LOGITS
+    divergence = _describe(top, scenario, literal, first, logits_differ) if first else None
+    return Localisation(divergence=divergence, num_values=num_values)
+
+
+def _traced_calls(
+    subject: Subject, scenario: Scenario, make_fault: MakeTap
+) -> Iterator[tuple[tuple[Row, ...], Trace]]:
+    """Run the program on the cached path and yield each call's rows and every value it computed."""
+    for call in run_program(subject, scenario, lambda: Recorder(make_fault())):
+        assert isinstance(call.tap, Recorder)
+        yield call.rows, call.tap.values
+
+
+class _LiteralTraces:
+    """Every value of the uncached run over exactly a prefix, and the noise between such runs."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.traces: dict[tuple[int, ...], Trace] = {}
+        self._limits: dict[tuple[Site, tuple[int, ...]], float] = {}
+
+    def __getitem__(self, prefix: tuple[int, ...]) -> Trace:
+        if prefix not in self.traces:
+            recorder = Recorder()
+            self.subject.rows(prefix, tap=recorder)
+            self.traces[prefix] = recorder.values
+        return self.traces[prefix]
+
+    def limit(self, site: Site, prefix: tuple[int, ...]) -> float:
+        """Return the gap beyond which a value at a site is wrong.
+
+        Noise is what the uncached path itself differs by between a prefix on its own and the same prefix
+        at the head of this one, the largest over all positions.
+        """
+        if (site, prefix) not in self._limits:
+            self._limits[site, prefix] = self._limit(site, prefix)
+        return self._limits[site, prefix]
+
+    def _limit(self, site: Site, prefix: tuple[int, ...]) -> float:
+        whole = self[prefix][site]
+        if not whole.is_floating_point():
+            return 0.0
+        noise = 0.0
+        axis = token_axis(site.stage)
+        if axis is not None and site.stage is not Stage.ATTN_WEIGHTS:
+            for length in range(1, len(prefix)):
+                alone = self[prefix[:length]][site].select(axis, length - 1)
+                noise = max(noise, gap_between(alone, whole.select(axis, length - 1)).size)
+        return structural_limit(noise, float(whole.abs().max()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """One value of one token, both ways: without batch and token axes."""
+
+    site: Site
+    row: Row
+    expected: Tensor
+    actual: Tensor
+
+
+def _comparisons(
+    literal: _LiteralTraces, rows: tuple[Row, ...], trace: Trace, num_layers: int
+) -> Iterator[_Comparison]:
+    """Yield everything that can be compared in one call, in causal order."""
+    for site in causal_order(num_layers):
+        for row in rows:
+            pair = _values(site, row, literal[row.prefix], trace)
+            if pair is not None:
+                yield _Comparison(site=site, row=row, expected=pair[0], actual=pair[1])
+
+
+def _values(site: Site, row: Row, literal: Trace, trace: Trace) -> tuple[Tensor, Tensor] | None:
+    """Return the expected and the actual value of a row's newest token at a site, where there are both."""
+    if site.stage is Stage.CACHE_LEN:
+        keys = trace.get(Site(Stage.CACHE_K, site.layer))
+        if keys is None or not row.is_last:
+            return None
+        return torch.tensor(len(row.prefix)), torch.tensor(keys.shape[-2])
+    if site not in trace or site not in literal:
+        return None
+    expected, actual = literal[site][0], trace[site][row.batch_row]
+    if site.stage in OVER_SLOTS:
+        # A cache of another length has been named already, and its slots have no counterparts.
+        return (expected, actual) if row.is_last and expected.shape == actual.shape else None
+    axis = token_axis(site.stage)
+    assert axis is not None
+    expected, actual = expected.select(axis, -1), actual.select(axis, row.offset)
+    if site.stage is Stage.ATTN_WEIGHTS:
+        actual = actual[..., : len(row.prefix)]
+    return (expected, actual) if expected.shape == actual.shape else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mismatch:
+    comparison: _Comparison
+    gap: Gap
+    limit: float
+
+
+def _mismatch(literal: _LiteralTraces, comparison: _Comparison) -> _Mismatch | None:
+    site, row = comparison.site, comparison.row
+    limit = 0.0 if site.stage is Stage.CACHE_LEN else literal.limit(site, row.prefix)
+    gap = gap_between(comparison.expected, comparison.actual)
+    if gap.size <= limit:
+        return None
+    if site.stage in OVER_SLOTS:
+        gap = _first_wrong_slot(comparison, limit)
+    return _Mismatch(comparison=comparison, gap=gap, limit=limit)
+
+
+def _first_wrong_slot(comparison: _Comparison, limit: float) -> Gap:
+    """Return the gap of the earliest wrong slot: later ones may be the same fault again."""
+    for slot in range(comparison.expected.shape[1]):
+        gap = gap_between(comparison.expected[:, slot], comparison.actual[:, slot])
+        if not gap.size <= limit:
+            return Gap(size=gap.size, index=(gap.index[0], slot, gap.index[1]), scale=gap.scale)
+    raise AssertionError("a cache tensor beyond its limit has a slot beyond it")
+
+
+def _describe(
+    subject: Subject, scenario: Scenario, literal: _LiteralTraces, found: _Mismatch, logits_differ: bool
+) -> Divergence:
+    comparison, gap = found.comparison, found.gap
+    site, prefix = comparison.site, comparison.row.prefix
+    head = gap.index[0] if site.stage in _HAS_HEADS else None
+    slot = gap.index[1] if site.stage in OVER_SLOTS | {Stage.ATTN_WEIGHTS} else None
+    origin, contract = _origin(literal, comparison, slot, found.limit)
+    expected, actual = (float(v[gap.index]) for v in (comparison.expected, comparison.actual))
+    where = str(site)
+    if head is not None:
+        where += f", head {head}"
+    if slot is not None:
+        where += f", slot {slot}"
+    sentence = (
+        f"consuming {subject.token(prefix[-1])} at position {len(prefix) - 1}, the first value that differs is "
+        f"{where}: {actual:.6g} where the uncached path has {expected:.6g}"
+    )
+    sentence += f"; the slot holds {origin}" if origin else ""
+    sentence += "" if logits_differ else "; the logits agree because a later error cancels this one"
+    return Divergence(
+        scenario=scenario.name,
+        ids=prefix,
+        tokens=subject.decode(prefix),
+        position=len(prefix) - 1,
+        stage=site.stage,
+        layer=site.layer,
+        head=head,
+        slot=slot,
+        expected=expected,
+        actual=actual,
+        gap=gap.size,
+        allowed=found.limit,
+        origin=origin,
+        contract=contract,
+        logits_differ=logits_differ,
+        sentence=sentence,
+    )
+
+
+def _origin(
+    literal: _LiteralTraces, comparison: _Comparison, slot: int | None, limit: float
+) -> tuple[str | None, str]:
+    """Say what a wrong cache slot really holds, if that is another entry of a run we know."""
+    site, prefix = comparison.site, comparison.row.prefix
+    likely = LIKELY_CONTRACT[site.stage]
+    if site.stage not in OVER_SLOTS or slot is None:
+        return None, likely
+    held = comparison.actual[:, slot]
+    for ids, trace in sorted(literal.traces.items(), key=lambda item: item[0] != prefix):
+        for other in (
+            Site(stage, layer) for stage in (Stage.CACHE_K, Stage.CACHE_V) for layer in _layers(trace)
+        ):
+            for place in range(trace[other].shape[2]):
+                if not gap_between(trace[other][0, :, place], held).size <= limit:
+                    continue
+                kind = "key" if other.stage is Stage.CACHE_K else "value"
+                origin = f"layer {other.layer}'s {kind} of position {place}"
+                if ids[: place + 1] != prefix[: place + 1]:
+                    return f"{origin} of another request", WRONG_REQUEST
+                if other.stage is not site.stage:
+                    return origin, WRONG_KIND
+                return origin, WRONG_LAYER if other.layer != site.layer else WRONG_SLOT
+    return None, likely
+
+
+def _layers(trace: Trace) -> list[int]:
+    return sorted(site.layer for site in trace if site.stage is Stage.CACHE_K and site.layer is not None)
