@@ -1,0 +1,68 @@
+"""kvproof: does a decoder's cached path compute the same logits as its uncached path?
+
+The names below load on first use; importing the package imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvproof._audit import audit as audit
+    from kvproof._errors import KvproofError as KvproofError
+    from kvproof._errors import UsageError as UsageError
+    from kvproof._generate import generate as generate
+    from kvproof._ledger import Run as Run
+    from kvproof._ledger import StopReason as StopReason
+    from kvproof._localise import localise as localise
+    from kvproof._milestone import cache_memory as cache_memory
+    from kvproof._milestone import milestone as milestone
+    from kvproof._replay import replay as replay
+    from kvproof._report import Report as Report
+    from kvproof._report import Tolerance as Tolerance
+    from kvproof._report import Verdict as Verdict
+    from kvproof.policies import Greedy as Greedy
+    from kvproof.policies import Sample as Sample
+    from kvproof.policies import Stops as Stops
+    from kvproof.subjects import ReferenceSubject as ReferenceSubject
+    from kvproof.subjects import Session as Session
+    from kvproof.subjects import Subject as Subject
+
+_HOME = {
+    "Greedy": "kvproof.policies",
+    "KvproofError": "kvproof._errors",
+    "ReferenceSubject": "kvproof.subjects",
+    "Report": "kvproof._report",
+    "Run": "kvproof._ledger",
+    "Sample": "kvproof.policies",
+    "Session": "kvproof.subjects",
+    "StopReason": "kvproof._ledger",
+    "Stops": "kvproof.policies",
+    "Subject": "kvproof.subjects",
+    "Tolerance": "kvproof._report",
+    "UsageError": "kvproof._errors",
+    "Verdict": "kvproof._report",
+    "audit": "kvproof._audit",
+    "cache_memory": "kvproof._milestone",
+    "generate": "kvproof._generate",
+    "localise": "kvproof._localise",
+    "milestone": "kvproof._milestone",
+    "replay": "kvproof._replay",
+}
+_SUBMODULES = ("faults", "policies", "reference", "scenarios", "subjects")
+
+__all__ = [  # noqa: PLE0604 - a test holds this list against both of its sources
+    *_HOME,
+    *_SUBMODULES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"kvproof.{name}")
+    raise AttributeError(f"module 'kvproof' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -23,6 +23,7 @@ from kvproof._numerics import declared_tolerance
 from kvproof._report import Tolerance
 from kvproof.policies import Sample
 from kvproof.subjects import Subject
+from kvproof.subjects._base import check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ def replay(run: Run, subject: Subject, tolerance: Tolerance | None = None) -> Re
     subject is not the one recorded.
     """
     _check_subject(run.header, subject)
+    check_ids(run.header.prompt, subject.info)
     here = environment()
     there = run.header.environment
     same = all(

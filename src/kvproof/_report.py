@@ -237,6 +237,7 @@ class Milestone:
     switched_off: tuple[str, ...]
     cache_trace: tuple[CacheTraceRow, ...]
     memory: CacheMemory
+    requests_isolated: bool  #: two interleaved requests give bit-identical rows to each alone
     refusals: tuple[Refusal, ...]
     runs: tuple[RunPair, ...]
     gate: tuple[GateItem, ...]

@@ -6,8 +6,6 @@ configuration is refused before a decoder exists.
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvproof._errors import CheckpointError, OutputError
+from kvproof._errors import CheckpointError
+from kvproof._files import write_whole
 from kvproof.reference.corpus import PATTERNS, VOCABULARY
 from kvproof.reference.decoder import Decoder, DecoderConfig
 
@@ -60,13 +59,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "digest": checkpoint.digest,
     }
     metadata["metadata_digest"] = _metadata_digest(metadata)
-    data = save(dict(decoder.state_dict()), metadata)
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise OutputError(f"cannot write checkpoint {path}: {error.strerror}") from error
+    write_whole(path, save(dict(decoder.state_dict()), metadata))
 
 
 def load_checkpoint(path: Path, config: DecoderConfig | None = None) -> Checkpoint:

@@ -1,0 +1,265 @@
+"""The command line. Nothing heavy is imported before a command runs."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvproof._errors import KvproofError, OutputError, UsageError
+
+if TYPE_CHECKING:
+    from kvproof._report import Report
+    from kvproof.reference import Checkpoint
+
+#: Exit statuses that no verdict uses.
+EXIT_USAGE, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 70, 73, 130
+#: What `--without` takes; the same as ``kvproof._milestone.SWITCHES``, which a test holds it to.
+SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="kvproof")
+def cli() -> None:
+    """Does a decoder's cached path compute the same logits as its uncached path?
+
+    \b
+    Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage; 3 inconclusive;
+    4 vacuous; 70 an error inside kvproof; 73 a result that could not be written; 130 interrupted.
+    """
+
+
+@cli.command()
+@click.option("--checkpoint", type=_FILE, help="Load the weights from FILE instead of training them.")
+@click.option("--save-checkpoint", type=_FILE, help="Write the weights to FILE (safetensors).")
+@click.option(
+    "--report",
+    "report_dir",
+    type=click.Path(path_type=Path),
+    help="Write report.json, the generation ledgers and the checkpoint into this folder.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(SWITCHES),
+    help="Switch one part off, to see the gate fail. May be repeated.",
+)
+def milestone(
+    checkpoint: Path | None,
+    save_checkpoint: Path | None,
+    report_dir: Path | None,
+    as_json: bool,
+    quiet: bool,
+    without: tuple[str, ...],
+) -> None:
+    """Run the reference system end to end.
+
+    Recreates the trained checkpoint, compares the cached path with the uncached one at all 16 prefixes,
+    plants both deliberate failures, generates with both policies, and holds the acceptance gate.
+    """
+    with _progress(quiet) as progress:
+        weights = _load(checkpoint) if checkpoint else _train(progress)
+        from kvproof._milestone import milestone as run
+
+        source = str(checkpoint) if checkpoint else "trained"
+        report = run(weights, source=source, without=without, on_stage=progress.stage)
+    _print_report(report, as_json=as_json, quiet=quiet)
+    status = report.exit_status
+    try:
+        if save_checkpoint is not None:
+            from kvproof.reference import save_checkpoint as save
+
+            save(weights, save_checkpoint)
+        if report_dir is not None:
+            _write_report(report, weights, report_dir)
+    except OutputError as error:
+        _complain(str(error))
+        status = status or EXIT_OUTPUT
+    sys.exit(status)
+
+
+@cli.command()
+@click.argument("ledger", type=_FILE)
+@click.option(
+    "--checkpoint",
+    type=_FILE,
+    help="The recorded model's weights. Default: train them from the recorded seed.",
+)
+@click.option("--quiet", is_flag=True, help="Print failures alone, and no progress.")
+def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
+    """Re-derive each line of a generation LEDGER through both paths, and name the first that fails.
+
+    Exits with 1 if a line does not follow from the lines before it and the model, or if the record is
+    cut off.
+    """
+    from kvproof._errors import LedgerError
+    from kvproof._ledger import parse_ledger
+
+    try:
+        record = parse_ledger(ledger.read_text("utf-8"), str(ledger))
+    except FileNotFoundError as error:
+        raise LedgerError(f"no such ledger: {ledger}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise LedgerError(f"cannot read {ledger}: {error}") from error
+    with _progress(quiet) as progress:
+        weights = _load(checkpoint) if checkpoint else _train(progress, record.run.header.subject_seed)
+        from kvproof._milestone import TOLERANCE, one_thread
+        from kvproof._replay import replay as run
+        from kvproof.subjects import ReferenceSubject
+
+        with one_thread():
+            result = run(record.run, ReferenceSubject(weights), TOLERANCE)
+    if result.problem is not None:
+        _complain(f"{ledger}: {result.problem}")
+    if record.damage is not None:
+        _complain(f"{ledger}: {record.damage}; the lines before it were replayed")
+    if result.problem is not None or record.damage is not None:
+        sys.exit(1)
+    if not quiet:
+        bits = "to the last bit" if result.bit_identical else "within the tolerance"
+        end = record.run.end
+        click.echo(f"{ledger}: all {result.num_lines} lines replay through both paths, logits {bits}.")
+        click.echo(f"{end.tokens if end else ''}")
+
+
+class Progress:
+    """Tells a person what is being done; the silent form says nothing."""
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Report one finished training step and the loss before it, in nats."""
+
+    def stage(self, name: str) -> None:
+        """Report what is being run next."""
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """Show progress on standard error, where that is a terminal and the caller did not ask for quiet."""
+    if quiet or not sys.stderr.isatty():
+        yield Progress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("loading torch", total=None)
+
+        class Shown(Progress):
+            def step(self, done: int, total: int, loss: float) -> None:
+                text = f"training, loss {loss:.4f} nats"
+                bars.update(task, completed=done, total=total, description=text)
+
+            def stage(self, name: str) -> None:
+                bars.update(task, description=name, total=None)
+
+        yield Shown()
+
+
+def _train(progress: Progress, seed: int | None = None) -> "Checkpoint":
+    import dataclasses
+
+    from kvproof._milestone import one_thread
+    from kvproof.reference import RECIPE, Checkpoint, train
+
+    recipe = RECIPE if seed is None else dataclasses.replace(RECIPE, seed=seed)
+    with one_thread():
+        decoder, loss = train(recipe, on_step=lambda step, at: progress.step(step, recipe.num_steps, at))
+    return Checkpoint(decoder=decoder, seed=recipe.seed, loss=loss)
+
+
+def _load(path: Path) -> "Checkpoint":
+    from kvproof.reference import load_checkpoint
+
+    return load_checkpoint(path)
+
+
+def _print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        from kvproof.render.json import render as as_text
+
+        click.echo(as_text(report), nl=False)
+    elif quiet:
+        click.echo(report.summary)
+    else:
+        from kvproof.render.terminal import render
+
+        width, look = _terminal()
+        click.echo(render(report, width=width, look=look), nl=False, color=True)
+
+
+def _terminal() -> "tuple[int, Look]":
+    import shutil
+
+    from kvproof.render.terminal import Look
+
+    forced = bool(os.environ.get("FORCE_COLOR"))
+    if not sys.stdout.isatty() and not forced:
+        return 100, Look.PLAIN
+    width = max(80, shutil.get_terminal_size((100, 24)).columns)
+    return width, Look.MONO if os.environ.get("NO_COLOR") else Look.COLOUR
+
+
+if TYPE_CHECKING:
+    from kvproof.render.terminal import Look
+
+
+def _write_report(report: "Report", weights: "Checkpoint", folder: Path) -> None:
+    from kvproof._files import write_whole
+    from kvproof._ledger import ledger_lines
+    from kvproof.reference import save_checkpoint
+    from kvproof.render.json import render
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the report folder {folder}: {error.strerror}") from error
+    assert report.milestone is not None
+    for pair in report.milestone.runs[:2]:
+        lines = "".join(f"{line}\n" for line in ledger_lines(pair.cached))
+        write_whole(folder / f"{pair.name}.jsonl", lines.encode())
+    save_checkpoint(weights, folder / "checkpoint.safetensors")
+    write_whole(folder / "report.json", render(report).encode())
+
+
+def _complain(message: str) -> None:
+    click.echo(f"kvproof: {message}", err=True)
+
+
+def main() -> None:
+    """Run the command line; every way out has its exit status and says why in one line."""
+    sys.exit(_status_of(lambda: cli(standalone_mode=False)))
+
+
+def _status_of(run: Callable[[], object]) -> int:
+    try:
+        run()
+    except click.ClickException as error:
+        error.show()
+        return EXIT_USAGE
+    except (click.Abort, KeyboardInterrupt):
+        _complain("interrupted; no file was left half-written")
+        return EXIT_INTERRUPTED
+    except UsageError as error:
+        _complain(str(error))
+        return EXIT_USAGE
+    except OutputError as error:
+        _complain(str(error))
+        return EXIT_OUTPUT
+    except KvproofError as error:
+        _complain(f"{type(error).__name__}: {error}")
+        return EXIT_INTERNAL
+    except Exception:
+        traceback.print_exc()
+        _complain("this is an error inside kvproof, not in what it was given")
+        return EXIT_INTERNAL
+    return 0

@@ -1,0 +1,28 @@
+"""The report's own form: strict JSON."""
+
+import json
+from typing import Any
+
+from kvproof._codec import CodecError, from_plain, to_plain
+from kvproof._errors import ReportError
+from kvproof._report import SCHEMA_VERSION, Report
+
+
+def render(report: Report) -> str:
+    """Return the report as JSON, with a line end; non-finite numbers are strings."""
+    return json.dumps(to_plain(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def parse(text: str, name: str) -> Report:
+    """Return the report that ``text`` holds; raise `ReportError` naming the file and what does not fit."""
+    try:
+        plain: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{name} is not JSON: {error}") from error
+    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ReportError(f"{name} has schema version {version!r}; this kvproof reads {SCHEMA_VERSION}")
+    try:
+        return from_plain(Report, plain)
+    except CodecError as error:
+        raise ReportError(f"{name}: {error}") from error

@@ -1,0 +1,227 @@
+"""The report for a person at a terminal, and the same as plain text for a file or a pipe."""
+
+import io
+from collections.abc import Iterator
+from enum import StrEnum
+
+from rich import box
+from rich.console import Console, ConsoleRenderable
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvproof._ledger import Step
+from kvproof._report import FaultResult, Milestone, Report, RunPair, ScenarioResult, Verdict
+
+_STYLE = {
+    Verdict.MATCH: "green",
+    Verdict.ROUNDING: "cyan",
+    Verdict.DIVERGED: "bold red",
+    Verdict.INCONCLUSIVE: "yellow",
+    Verdict.VACUOUS: "yellow",
+    Verdict.NOT_CHECKED: "dim",
+}
+
+
+class Look(StrEnum):
+    """How the text is dressed."""
+
+    PLAIN = "plain"  #: ASCII lines and no colour, for files and pipes
+    MONO = "mono"  #: box lines and no colour
+    COLOUR = "colour"
+
+
+def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
+    """Return the report as text, ``width`` columns wide, the verdict and the gate last."""
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        width=width,
+        force_terminal=look is Look.COLOUR,
+        color_system="standard" if look is Look.COLOUR else None,
+        no_color=look is not Look.COLOUR,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+        safe_box=look is Look.PLAIN,
+    )
+    shape = box.ASCII2 if look is Look.PLAIN else box.ROUNDED
+    for part in _parts(report):
+        if isinstance(part, Table):
+            part.box = shape
+            part.title_justify = "left"
+            part.title_style = "bold"
+        console.print(part)
+        if isinstance(part, Table):
+            console.print()
+    lines = (line.rstrip() for line in buffer.getvalue().splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def _parts(report: Report) -> Iterator[ConsoleRenderable]:
+    yield from _opening(report)
+    for scenario in report.scenarios:
+        yield _prefixes(scenario)
+    result = report.milestone
+    if result is not None:
+        yield _cache_trace(result)
+    if report.faults:
+        yield _failures(report.faults)
+    if result is not None:
+        yield _refusals(result)
+        yield _memory(result)
+        for pair in result.runs:
+            yield _policy(pair)
+        yield _gate(result)
+        for note in (result.checkpoint.tie, *result.notes):
+            yield Text(note)
+    passed = report.exit_status == 0
+    yield Text(report.summary, style=f"bold {'green' if passed else 'red'}")
+
+
+def _opening(report: Report) -> Iterator[ConsoleRenderable]:
+    subject, made = report.subject, report.environment
+    yield Text(
+        f"kvproof {made.kvproof}: {subject.name}, {subject.num_layers} layers, vocabulary {subject.vocab_size}, "
+        f"positions 0..{subject.context_len - 1}, {subject.dtype}, {subject.mode} mode",
+        style="bold",
+    )
+    yield Text(
+        f"made with torch {made.torch}, Python {made.python}, {made.platform}, {made.processor}, "
+        f"{made.num_threads} thread{'s' if made.num_threads != 1 else ''}, {made.created}"
+    )
+    tolerance = report.tolerance
+    yield Text(
+        f"allowed gap ({tolerance.dtype}): {tolerance.absolute:g} + {tolerance.relative:g} × scale; "
+        f"{tolerance.source}"
+    )
+    if report.milestone is not None:
+        info = report.milestone.checkpoint
+        yield Text(
+            f"checkpoint ({info.source}): seed {info.seed}, {info.num_parameters} weights, "
+            f"loss {info.loss:.5f} nats (floor {info.entropy_floor:.5f}), largest probability error "
+            f"{info.largest_probability_error:.1e}, digest {info.digest_before[:16]}, "
+            f"{'unchanged' if info.digest_before == info.digest_after else 'CHANGED'} by this run"
+        )
+        if report.milestone.switched_off:
+            yield Text(f"switched off: {', '.join(report.milestone.switched_off)}", style="yellow")
+    yield Text()
+
+
+def _prefixes(scenario: ScenarioResult) -> Table:
+    table = Table(title=f"{scenario.name}: cached against uncached, whole rows")
+    for name in ("prefix", "tokens", "gap", "allowed", "float64 gap", "verdict"):
+        table.add_column(name, justify="left" if name in ("prefix", "verdict") else "right")
+    for row in scenario.rows:
+        table.add_row(
+            Text(row.tokens),
+            str(len(row.ids)),
+            f"{row.gap:.4e}",
+            f"{row.allowed:.1e}",
+            "-" if row.top_gap is None else f"{row.top_gap:.1e}",
+            _verdict(row.verdict),
+        )
+    return table
+
+
+def _cache_trace(result: Milestone) -> Table:
+    table = Table(title="cache trace: (batch, head, slot, head_dim) after each consumed token")
+    num_layers = 1 + max(row.layer for row in result.cache_trace)
+    for name in ("consumed", "position", *(f"layer {i}: K, V" for i in range(num_layers)), "as expected"):
+        table.add_column(name, justify="right" if name == "position" else "left")
+    for start in range(0, len(result.cache_trace), num_layers):
+        rows = result.cache_trace[start : start + num_layers]
+        asserted, holds = all(row.asserted for row in rows), all(row.holds for row in rows)
+        table.add_row(
+            Text(rows[0].tokens),
+            str(rows[0].position),
+            *(f"{row.k_shape}, {row.v_shape}" for row in rows),
+            _pass(holds) if asserted else Text("not asserted", style="yellow"),
+        )
+    return table
+
+
+def _failures(faults: tuple[FaultResult, ...]) -> Table:
+    table = Table(title="deliberate failures: the same comparison must reject them", show_lines=True)
+    for name in ("fault", "gap", "rejected", "first difference and likely contract"):
+        table.add_column(name, justify="right" if name == "gap" else "left")
+    for fault in faults:
+        text = Text("none found")
+        if fault.divergence is not None:
+            text = Text(f"{fault.divergence.sentence}.\nLikely contract: {fault.divergence.contract}.")
+        table.add_row(
+            Text(f"{fault.name}\n{fault.breaks}"), f"{fault.largest_gap:.4g}", _pass(fault.caught), text
+        )
+    return table
+
+
+def _refusals(result: Milestone) -> Table:
+    table = Table(title="calls that break the cache's contract")
+    for name in ("attempt", "refused", "session unchanged", "message"):
+        table.add_column(name)
+    for refusal in result.refusals:
+        table.add_row(
+            Text(refusal.attempt), _pass(refusal.refused), _pass(refusal.unchanged), Text(refusal.message)
+        )
+    return table
+
+
+def _memory(result: Milestone) -> Table:
+    memory = result.memory
+    table = Table(title="cache memory: K and V together, in bytes")
+    for name in ("token and layer", "token", "layer, full context", "request, full context", "measured"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        str(memory.bytes_per_token_and_layer),
+        str(memory.bytes_per_token),
+        str(memory.bytes_per_layer),
+        str(memory.bytes_full_context),
+        f"{memory.measured_bytes} at {memory.num_tokens_measured} tokens",
+    )
+    return table
+
+
+def _policy(pair: RunPair) -> Table:
+    policy = pair.cached.header.policy
+    declared = "lowest id wins a tie"
+    if policy.kind == "sample":
+        declared = f"temperature {policy.temperature:g}, top-k {policy.top_k}, seed {policy.seed}"
+    end = pair.cached.end
+    reason = end.stop_reason.value if end and end.stop_reason else "none"
+    same = "the same without the cache" if pair.equal else "ANOTHER without the cache"
+    table = Table(
+        title=f"{pair.name} ({declared}): {end.tokens if end else ''}; stop reason {reason}; {same}",
+    )
+    for name in ("consumed", "position", "probabilities", "chosen", "margin"):
+        table.add_column(name, justify="right" if name == "position" else "left")
+    for step in pair.cached.steps:
+        table.add_row(
+            Text(" ".join(str(i) for i in step.consumed)),
+            str(step.position),
+            Text(_probabilities(step)),
+            Text(step.chosen_token),
+            f"{step.margin:.2g} {step.margin_verdict.value}",
+        )
+    return table
+
+
+def _probabilities(step: Step) -> str:
+    return "  ".join(f"{entry.token} {entry.value:.4f}" for entry in step.probabilities[:4])
+
+
+def _gate(result: Milestone) -> Table:
+    table = Table(title="acceptance gate")
+    for name in ("holds", "item", "evidence"):
+        table.add_column(name)
+    for item in result.gate:
+        table.add_row(_pass(item.passed), Text(item.name), Text(item.detail))
+    return table
+
+
+def _verdict(verdict: Verdict) -> Text:
+    return Text(verdict.value, style=_STYLE[verdict])
+
+
+def _pass(holds: bool) -> Text:
+    return Text("yes", style="green") if holds else Text("NO", style="bold red")
