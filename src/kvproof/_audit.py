@@ -151,9 +151,7 @@ class Auditor:
         oracles = [oracle for oracle in (self.declared, self.top) if oracle is not None]
         for oracle in oracles:
             oracle.prepare(program)
-        runs = [
-            run_program(oracle.subject, program, fault.plant() if fault else no_fault) for oracle in oracles
-        ]
+        runs = [run_program(oracle.subject, program, fault.plant() if fault else no_fault) for oracle in oracles]
         for calls in zip(*runs, strict=True):
             for rows in zip(*(call.rows for call in calls), strict=True):
                 yield self._judge(rows[0].prefix, rows[0].logits, rows[1].logits if self.top else None)

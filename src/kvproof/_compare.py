@@ -33,17 +33,38 @@ def gap_between(expected: Tensor, actual: Tensor) -> Gap:
     if expected.numel() == 0:
         return Gap(size=0.0, index=(), scale=0.0)
     e, a = expected.detach().to(torch.float64), actual.detach().to(torch.float64)
-    difference = torch.where(e == a, 0.0, (e - a).abs())  # inf - inf is NaN, and equal all the same
+    difference = (e - a).abs()
+    if not bool(difference.isfinite().all()):
+        difference = _ranked(e, a, difference)
+        e = torch.where(e.isfinite(), e, 0.0)
+    flat = int(difference.argmax())
+    size = float(difference.flatten()[flat])
+    return Gap(
+        size=math.nan if size == _BOTH_NAN else size,
+        index=_unravelled(flat, difference.shape),
+        scale=float(e.abs().max()),
+    )
+
+
+#: Stands for NaN on both sides while gaps are ranked: no finite gap may hide it, and an infinite one may.
+_BOTH_NAN = torch.finfo(torch.float64).max
+
+
+def _ranked(e: Tensor, a: Tensor, difference: Tensor) -> Tensor:
+    """Return differences that can be ranked where values are not finite."""
+    difference = torch.where(e == a, 0.0, difference)  # inf - inf is NaN, and equal all the same
     both_nan = e.isnan() & a.isnan()
     one_sided = (e.isfinite() ^ a.isfinite()) | (difference.isnan() & ~both_nan)
-    difference = torch.where(one_sided, math.inf, difference)
-    # An infinite gap is the worst; NaN on both sides comes next, because no finite gap may hide it.
-    ranked = torch.where(both_nan, torch.finfo(torch.float64).max, difference)
-    flat = int(ranked.argmax())
-    size = float(difference.flatten()[flat])
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
-    scale = float(torch.where(e.isfinite(), e, 0.0).abs().max())
-    return Gap(size=size, index=index, scale=scale)
+    return torch.where(both_nan, _BOTH_NAN, torch.where(one_sided, math.inf, difference))
+
+
+def _unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    """Return the index of a flat position. ``torch.unravel_index`` would import sympy, a second's work."""
+    index = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    return tuple(reversed(index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,6 +107,7 @@ class Request:
         return Step(
             step=len(self.steps),
             consumed=self.pending,
+            consumed_tokens=self.subject.decode(self.pending),
             position=len(self.session) - 1,
             cache_len=len(self.session),
             logits_digest=row_digest(row),

@@ -70,6 +70,7 @@ class Step:
     kind: Literal["step"] = "step"
     step: int
     consumed: tuple[int, ...]  #: the ids fed in this step: the prompt at step 0, then one
+    consumed_tokens: str
     position: int  #: absolute position of the last of them
     cache_len: int  #: tokens whose keys and values the cache holds after the call
     logits_digest: str  #: SHA-256 of the row's bytes

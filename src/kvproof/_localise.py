@@ -233,9 +233,7 @@ def _origin(
         return None, likely
     held = comparison.actual[:, slot]
     for ids, trace in sorted(literal.traces.items(), key=lambda item: item[0] != prefix):
-        for other in (
-            Site(stage, layer) for stage in (Stage.CACHE_K, Stage.CACHE_V) for layer in _layers(trace)
-        ):
+        for other in (Site(stage, layer) for stage in (Stage.CACHE_K, Stage.CACHE_V) for layer in _layers(trace)):
             for place in range(trace[other].shape[2]):
                 if not gap_between(trace[other][0, :, place], held).size <= limit:
                     continue

@@ -282,9 +282,7 @@ def _gate_failures(results: tuple[FaultResult, ...]) -> GateItem:
         rejected = result is not None and result.caught and result.num_rows_beyond > 0 and result.right_stage
         passed &= rejected
         gap = (
-            "not run: a check that rejects nothing is weak"
-            if result is None
-            else f"gap {result.largest_gap:.3g}"
+            "not run: a check that rejects nothing is weak" if result is None else f"gap {result.largest_gap:.3g}"
         )
         parts.append(f"{name} {gap}{'' if rejected or result is None else ', NOT rejected'}")
     return GateItem(name="both deliberate failures are rejected", passed=passed, detail="; ".join(parts))

@@ -116,6 +116,7 @@ class _Replay:
                 return
             yield from self._same("step", step.step, index)
             yield from self._same("consumed", step.consumed, pending)
+            yield from self._same("consumed_tokens", step.consumed_tokens, self.subject.decode(pending))
             yield from self._same("generator_before", step.generator_before, state)
             yield from self._step(step)
             state, pending = step.generator_after, (step.chosen,)

@@ -34,7 +34,7 @@ class Fault:
     plant: Callable[[], MakeTap]
 
 
-class FaultTap:
+class _FaultTap:
     """Follows the calls of one session and changes values in `change`.
 
     ``start`` is the position of the call's first new token, as the session gave it.
@@ -53,7 +53,7 @@ class FaultTap:
         raise NotImplementedError
 
 
-class Change(FaultTap):
+class _Change(_FaultTap):
     """Applies a function at chosen sites."""
 
     def __init__(self, sites: frozenset[Site], function: Callable[[Tensor, int], Tensor]) -> None:
@@ -67,7 +67,7 @@ class Change(FaultTap):
 
 def _changing(*sites: Site, by: Callable[[Tensor, int], Tensor]) -> Callable[[], MakeTap]:
     """Return a planting in which ``by(value, start)`` replaces the value at each of ``sites``."""
-    return lambda: lambda: Change(frozenset(sites), by)
+    return lambda: lambda: _Change(frozenset(sites), by)
 
 
 def _cache_sites(layer: int) -> tuple[Site, Site]:
@@ -94,7 +94,7 @@ def position_off_by_one() -> Fault:
     )
 
 
-class _OtherLayer(FaultTap):
+class _OtherLayer(_FaultTap):
     def __init__(self, layer: int, source: int) -> None:
         super().__init__()
         self.layer, self.source = layer, source
@@ -124,7 +124,7 @@ def wrong_layer(layer: int = 1, source: int = 0) -> Fault:
 def duplicate_append(layer: int = 0, position: int = 1) -> Fault:
     """Append one token's keys and values twice."""
 
-    def twice(value: Tensor, start: int) -> Tensor:  # noqa: ARG001 - every change takes the start
+    def twice(value: Tensor, start: int) -> Tensor:
         if value.shape[2] <= position:
             return value
         return torch.cat([value[:, :, : position + 1], value[:, :, position:]], dim=2)
@@ -140,7 +140,7 @@ def duplicate_append(layer: int = 0, position: int = 1) -> Fault:
 def missing_append(layer: int = 0, position: int = 1) -> Fault:
     """Lose one token's keys and values."""
 
-    def without(value: Tensor, start: int) -> Tensor:  # noqa: ARG001
+    def without(value: Tensor, start: int) -> Tensor:
         return torch.cat([value[:, :, :position], value[:, :, position + 1 :]], dim=2)
 
     return Fault(
@@ -151,7 +151,7 @@ def missing_append(layer: int = 0, position: int = 1) -> Fault:
     )
 
 
-class _Swapped(FaultTap):
+class _Swapped(_FaultTap):
     """Keeps its own copy of what was appended, because each cache tensor is seen without the other."""
 
     def __init__(self, layer: int) -> None:
@@ -183,7 +183,7 @@ def swapped_keys_and_values(layer: int = 0) -> Fault:
 def stale_slot(layer: int = 0, slot: int = 1, source: int = 0) -> Fault:
     """Let one slot hold what another slot holds."""
 
-    def stale(value: Tensor, start: int) -> Tensor:  # noqa: ARG001
+    def stale(value: Tensor, start: int) -> Tensor:
         if value.shape[2] <= slot:
             return value
         value = value.clone()
@@ -236,7 +236,7 @@ def lower_dtype(layer: int = 0, dtype: torch.dtype = torch.bfloat16) -> Fault:
     )
 
 
-class _LastTokenAgain(FaultTap):
+class _LastTokenAgain(_FaultTap):
     def __init__(self, position: int) -> None:
         super().__init__()
         self.position = position
@@ -263,7 +263,7 @@ def token_fed_twice(position: int = 1) -> Fault:
     )
 
 
-class _Shared(FaultTap):
+class _Shared(_FaultTap):
     """Every session writes to, and reads from, the planting's one store."""
 
     def __init__(self, layer: int, store: dict[Stage, tuple["_Shared", Tensor]]) -> None:
@@ -296,7 +296,7 @@ def shared_between_requests(layer: int = 0) -> Fault:
     )
 
 
-class _Disturbed(FaultTap):
+class _Disturbed(_FaultTap):
     """Changes one token's value at a site: one component of a float value, the index of an integer."""
 
     amount: ClassVar[float] = 0.5

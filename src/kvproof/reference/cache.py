@@ -73,8 +73,7 @@ class DecoderCache:
     def crop(self, length: int) -> "DecoderCache":
         """Return the cache of the first ``length`` tokens."""
         layers = (
-            LayerCache(c.request, c.layer, c.keys[:, :, :length], c.values[:, :, :length])
-            for c in self.layers
+            LayerCache(c.request, c.layer, c.keys[:, :, :length], c.values[:, :, :length]) for c in self.layers
         )
         return DecoderCache(self.request, tuple(layers), length)
 

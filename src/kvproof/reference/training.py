@@ -111,8 +111,7 @@ def next_token_distribution() -> dict[tuple[int, ...], dict[int, float]]:
         for length in range(1, len(inputs) + 1):
             followers.setdefault(inputs[:length], Counter())[targets[length - 1]] += 1
     return {
-        prefix: {token: n / count.total() for token, n in count.items()}
-        for prefix, count in followers.items()
+        prefix: {token: n / count.total() for token, n in count.items()} for prefix, count in followers.items()
     }
 
 

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from rich import box
 from rich.console import Console, ConsoleRenderable
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -61,10 +60,16 @@ def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
 
 def _parts(report: Report) -> Iterator[ConsoleRenderable]:
     yield from _opening(report)
-    for scenario in report.scenarios:
-        yield _prefixes(scenario)
+    yield _prefixes(report.scenarios[0])
+    for scenario in report.scenarios[1:]:
+        yield Text(
+            f"{scenario.name}: {len(scenario.rows)} rows, largest gap {scenario.largest_gap:.4e}, "
+            f"{scenario.verdict.value}"
+        )
     result = report.milestone
     if result is not None:
+        isolated = "bit-identical to" if result.requests_isolated else "NOT the same as"
+        yield Text(f"two interleaved requests: rows {isolated} each alone\n")
         yield _cache_trace(result)
     if report.faults:
         yield _failures(report.faults)
@@ -144,14 +149,18 @@ def _cache_trace(result: Milestone) -> Table:
 
 def _failures(faults: tuple[FaultResult, ...]) -> Table:
     table = Table(title="deliberate failures: the same comparison must reject them", show_lines=True)
-    for name in ("fault", "gap", "rejected", "first difference and likely contract"):
-        table.add_column(name, justify="right" if name == "gap" else "left")
+    for name in ("fault", "gap", "allowed", "rejected", "first difference and likely contract"):
+        table.add_column(name, justify="right" if name in ("gap", "allowed") else "left")
     for fault in faults:
         text = Text("none found")
         if fault.divergence is not None:
             text = Text(f"{fault.divergence.sentence}.\nLikely contract: {fault.divergence.contract}.")
         table.add_row(
-            Text(f"{fault.name}\n{fault.breaks}"), f"{fault.largest_gap:.4g}", _pass(fault.caught), text
+            Text(f"{fault.name}\n{fault.breaks}"),
+            f"{fault.largest_gap:.4g}",
+            f"{fault.tolerance:.1e}",
+            _pass(fault.caught and fault.num_rows_beyond > 0),
+            text,
         )
     return table
 
@@ -197,7 +206,7 @@ def _policy(pair: RunPair) -> Table:
         table.add_column(name, justify="right" if name == "position" else "left")
     for step in pair.cached.steps:
         table.add_row(
-            Text(" ".join(str(i) for i in step.consumed)),
+            Text(step.consumed_tokens),
             str(step.position),
             Text(_probabilities(step)),
             Text(step.chosen_token),

@@ -76,9 +76,7 @@ class ReferenceSubject(Subject):
 
     def _cast(self, dtype: torch.dtype) -> "ReferenceSubject":
         decoder = copy.deepcopy(self.decoder).to(dtype)
-        return ReferenceSubject(
-            Checkpoint(decoder=decoder, seed=self.checkpoint.seed, loss=self.checkpoint.loss)
-        )
+        return ReferenceSubject(Checkpoint(decoder=decoder, seed=self.checkpoint.seed, loss=self.checkpoint.loss))
 
     def new_request(self) -> str:
         """Return a name that no other request of this subject has."""

@@ -1,0 +1,38 @@
+# Two commands on a machine with only Python 3.11+ and make; each sets up its own environment once.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: milestone test check bench schemas clean
+
+milestone: .venv/core.stamp  ## run the reference system end to end
+	@$(BIN)/kvproof milestone
+
+test: .venv/dev.stamp  ## everything that CI runs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report=
+	$(BIN)/coverage report --skip-covered --fail-under=95
+
+bench: .venv/core.stamp  ## ratios, measured in one run
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/ratios.py
+
+schemas: .venv/dev.stamp  ## write the published JSON schemas again
+	$(BIN)/python tools/write_schemas.py
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/core.stamp: $(SOURCES) | .venv/bin/python
+	$(INSTALL) --editable .
+	@touch $@
+
+.venv/dev.stamp: $(SOURCES) | .venv/bin/python
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ .venv/core.stamp

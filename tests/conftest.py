@@ -1,0 +1,30 @@
+"""Shapes are checked while the tests run; the trained checkpoint is made once."""
+
+from jaxtyping import install_import_hook
+
+# Before anything imports kvproof: every annotated shape in these packages is checked at each call.
+install_import_hook(["kvproof.reference", "kvproof.subjects", "kvproof._compare"], "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from kvproof.reference import Checkpoint, train  # noqa: E402
+from kvproof.subjects import ReferenceSubject  # noqa: E402
+
+torch.set_num_threads(1)
+# A tiny model's speed hangs on what else the machine does; examples are chosen the same way each time.
+settings.register_profile("kvproof", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("kvproof")
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    """The trained reference checkpoint. Nothing may change it."""
+    decoder, loss = train()
+    return Checkpoint(decoder=decoder, seed=1, loss=loss)
+
+
+@pytest.fixture
+def subject(checkpoint: Checkpoint) -> ReferenceSubject:
+    return ReferenceSubject(checkpoint)

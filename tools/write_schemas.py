@@ -1,0 +1,44 @@
+"""Writes the published JSON schemas of the report and the ledger from the contract's own types.
+
+Run by ``make schemas``; a test fails when a file is not what this would write.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+
+from kvproof._ledger import End, Header, Step
+from kvproof._report import Report
+
+FOLDER = Path(__file__).parents[1] / "src" / "kvproof" / "schemas"
+TYPES: dict[str, Any] = {"report-1.json": Report, "ledger-line-1.json": Header | Step | End}
+
+
+class Strict(GenerateJsonSchema):
+    """JSON Schema with our two rules: non-finite numbers are strings, and no member is unknown or missing."""
+
+    def float_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
+
+    def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+        made = super().dataclass_schema(schema)
+        made["required"] = sorted(made.get("properties", {}))
+        made["additionalProperties"] = False
+        for member in made.get("properties", {}).values():
+            member.pop("default", None)
+        return made
+
+
+def schema_text(kind: Any) -> str:
+    """Return the schema of a contract type as the file holds it."""
+    schema = TypeAdapter(kind).json_schema(schema_generator=Strict)
+    schema["$schema"] = Strict.schema_dialect
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    for name, kind in TYPES.items():
+        (FOLDER / name).write_text(schema_text(kind), "utf-8")
