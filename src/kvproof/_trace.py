@@ -8,19 +8,14 @@ Axes by stage: ``token`` and ``position`` are (batch, new); ``new_q``, ``new_k``
 (batch, head, new, slot); every other stage (batch, new, width), ``logits`` (batch, new, vocab).
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
 from kvproof._stages import OVER_SLOTS, Site, Stage
 
-
-class Tap(Protocol):
-    """Sees the value at a site and returns the value to go on with."""
-
-    def __call__(self, site: Site, value: Tensor, /) -> Tensor:
-        """Return ``value``, or what stands in its place."""
-        ...
+#: Sees the value at a site and returns the value to go on with.
+Tap = Callable[[Site, Tensor], Tensor]
 
 
 def untouched(site: Site, value: Tensor, /) -> Tensor:

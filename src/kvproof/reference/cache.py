@@ -6,7 +6,6 @@ exactly once, in order, and `Append.finish` refuses a cache in which one of them
 """
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -47,7 +46,7 @@ class DecoderCache:
     @classmethod
     def empty(
         cls, request: str, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> Self:
+    ) -> "DecoderCache":
         """Return the cache of a request that has consumed nothing."""
         nothing = torch.empty(batch, num_heads, 0, head_dim, dtype=dtype)
         return cls(request, tuple(LayerCache(request, i, nothing, nothing) for i in range(num_layers)), 0)
