@@ -20,6 +20,8 @@ from kvproof._ledger import (
     StopReason,
 )
 from kvproof._machine import environment
+from kvproof._report import Divergence, Tolerance
+from kvproof._stages import LIKELY_CONTRACT, Stage
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.subjects import Subject
 
@@ -129,6 +131,41 @@ class Request:
     def _finish(self, reason: StopReason | None, problem: str | None) -> None:
         ids = (*self.prompt, *(step.chosen for step in self.steps))
         self.end = End(stop_reason=reason, problem=problem, tokens=self.subject.decode(ids))
+
+
+def first_difference(cached: Run, uncached: Run, tolerance: Tolerance) -> Divergence | None:
+    """Return where two runs of one policy part, and whether the logits or the policy parted them.
+
+    Up to there both consumed the same tokens, so the step's measured error is the gap of the logits.
+    """
+    for step, other in zip(cached.steps, uncached.steps, strict=False):
+        if step.chosen == other.chosen:
+            continue
+        scale = max(abs(entry.value) for entry in step.top_logits)
+        allowed = tolerance.allowed(scale)
+        stage = Stage.POLICY if step.error <= allowed else Stage.LOGITS
+        known = "the logits match and" if stage is Stage.POLICY else f"the logits differ by {step.error:.3g} and"
+        ids = (*cached.header.prompt, *(s.chosen for s in cached.steps[: step.step]))
+        return Divergence(
+            scenario=f"{cached.header.policy.kind} generation",
+            ids=ids,
+            tokens=" ".join((cached.header.prompt_tokens, *(s.chosen_token for s in cached.steps[: step.step]))),
+            position=step.position,
+            stage=stage,
+            layer=None,
+            head=None,
+            slot=None,
+            expected=other.chosen,
+            actual=step.chosen,
+            gap=step.error,
+            allowed=allowed,
+            origin=None,
+            contract=LIKELY_CONTRACT[stage],
+            logits_differ=stage is Stage.LOGITS,
+            sentence=f"after position {step.position} {known} the cached run chooses {step.chosen_token} where the "
+            f"uncached run chooses {other.chosen_token}",
+        )
+    return None
 
 
 def ranked(row: Tensor) -> list[int]:

@@ -82,7 +82,7 @@ class _LiteralTraces:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.traces: dict[tuple[int, ...], Trace] = {}
-        self._limits: dict[tuple[Site, tuple[int, ...]], float] = {}
+        self._noise: dict[tuple[Site, tuple[int, ...]], float] = {}
 
     def __getitem__(self, prefix: tuple[int, ...]) -> Trace:
         if prefix not in self.traces:
@@ -92,26 +92,26 @@ class _LiteralTraces:
         return self.traces[prefix]
 
     def limit(self, site: Site, prefix: tuple[int, ...]) -> float:
-        """Return the gap beyond which a value at a site is wrong.
-
-        Noise is what the uncached path itself differs by between a prefix on its own and the same prefix
-        at the head of this one, the largest over all positions.
-        """
-        if (site, prefix) not in self._limits:
-            self._limits[site, prefix] = self._limit(site, prefix)
-        return self._limits[site, prefix]
-
-    def _limit(self, site: Site, prefix: tuple[int, ...]) -> float:
+        """Return the gap beyond which a value at a site is wrong; integers must be equal."""
         whole = self[prefix][site]
         if not whole.is_floating_point():
             return 0.0
-        noise = 0.0
+        return structural_limit(self._noise_at(site, prefix), float(whole.abs().max()))
+
+    def _noise_at(self, site: Site, prefix: tuple[int, ...]) -> float:
+        """Return what the uncached path itself differs by between a prefix and its continuation by one token.
+
+        The largest over all tokens that both hold and over all shorter prefixes: noise grows with position.
+        """
         axis = token_axis(site.stage)
-        if axis is not None and site.stage is not Stage.ATTN_WEIGHTS:
-            for length in range(1, len(prefix)):
-                alone = self[prefix[:length]][site].select(axis, length - 1)
-                noise = max(noise, gap_between(alone, whole.select(axis, length - 1)).size)
-        return structural_limit(noise, float(whole.abs().max()))
+        if axis is None or site.stage is Stage.ATTN_WEIGHTS or len(prefix) == 1:
+            return 0.0
+        if (site, prefix) not in self._noise:
+            alone = self[prefix[:-1]][site]
+            shared = self[prefix][site].narrow(axis, 0, alone.shape[axis])
+            noise = max(gap_between(alone, shared).size, self._noise_at(site, prefix[:-1]))
+            self._noise[site, prefix] = noise
+        return self._noise[site, prefix]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

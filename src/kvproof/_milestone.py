@@ -11,7 +11,7 @@ import torch
 
 from kvproof._audit import audit
 from kvproof._errors import UsageError
-from kvproof._generate import generate
+from kvproof._generate import first_difference, generate
 from kvproof._ledger import Run
 from kvproof._refusals import try_refusals
 from kvproof._replay import replay
@@ -219,6 +219,7 @@ def _run_pairs(
             cached=cached,
             uncached=uncached,
             equal=(cached.returned, cached.end) == (uncached.returned, uncached.end),
+            difference=first_difference(cached, uncached, TOLERANCE),
             reproduced=problem is None,
             problem=problem,
             expected_trace=trace,
@@ -296,8 +297,10 @@ def _gate_policies(runs: tuple[RunPair, ...]) -> GateItem:
         passed &= pair.equal and pair.reproduced and as_checked
         if pair.problem is not None:
             parts.append(f"{pair.name}: {pair.problem}")
+        elif pair.difference is not None:
+            parts.append(f"{pair.name}: {pair.difference.sentence}; {pair.difference.contract}")
         elif not pair.equal:
-            parts.append(f"{pair.name}: cached and uncached runs differ")
+            parts.append(f"{pair.name}: cached and uncached runs end differently")
         elif not as_checked:
             parts.append(f"{pair.name}: {trace}, and the checked trace is {pair.expected_trace}")
         else:

@@ -93,7 +93,7 @@ class RowResult:
     scale: float  #: the expected row's largest absolute logit
     top_gap: float | None  #: the gap in float64; None where the subject cannot be cast
     top_noise: float | None
-    uncached_error: float | None  #: declared uncached row against the float64 row
+    uncached_error: float | None  #: declared uncached row against the float64 row, running maximum
     cached_error: float | None  #: declared cached row against the float64 row
     verdict: Verdict
     reason: str
@@ -221,6 +221,7 @@ class RunPair:
     cached: Run
     uncached: Run
     equal: bool  #: the two token traces and stop reasons
+    difference: Divergence | None  #: where the two part, and whether logits or policy parted them
     reproduced: bool  #: replayed from its record, line by line, through both paths
     problem: str | None
     expected_trace: str | None  #: the checked trace, where there is one

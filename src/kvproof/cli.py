@@ -15,6 +15,7 @@ from kvproof._errors import KvproofError, OutputError, UsageError
 if TYPE_CHECKING:
     from kvproof._report import Report
     from kvproof.reference import Checkpoint
+    from kvproof.render.terminal import Look
 
 #: Exit statuses that no verdict uses.
 EXIT_USAGE, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 70, 73, 130
@@ -71,18 +72,18 @@ def milestone(
 
         source = str(checkpoint) if checkpoint else "trained"
         report = run(weights, source=source, without=without, on_stage=progress.stage)
-    _print_report(report, as_json=as_json, quiet=quiet)
     status = report.exit_status
-    try:
-        if save_checkpoint is not None:
-            from kvproof.reference import save_checkpoint as save
-
-            save(weights, save_checkpoint)
-        if report_dir is not None:
-            _write_report(report, weights, report_dir)
-    except OutputError as error:
-        _complain(str(error))
-        status = status or EXIT_OUTPUT
+    outputs: list[Callable[[], None]] = [lambda: _print_report(report, as_json=as_json, quiet=quiet)]
+    if save_checkpoint is not None:
+        outputs.append(lambda: _save(weights, save_checkpoint))
+    if report_dir is not None:
+        outputs.append(lambda: _write_report(report, weights, report_dir))
+    for write in outputs:  # one that fails does not lose the others
+        try:
+            write()
+        except OutputError as error:
+            _complain(str(error))
+            status = status or EXIT_OUTPUT
     sys.exit(status)
 
 
@@ -183,18 +184,29 @@ def _load(path: Path) -> "Checkpoint":
     return load_checkpoint(path)
 
 
+def _save(weights: "Checkpoint", path: Path) -> None:
+    from kvproof.reference import save_checkpoint
+
+    save_checkpoint(weights, path)
+
+
 def _print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
     if as_json:
         from kvproof.render.json import render as as_text
 
-        click.echo(as_text(report), nl=False)
+        text = as_text(report)
     elif quiet:
-        click.echo(report.summary)
+        text = f"{report.summary}\n"
     else:
         from kvproof.render.terminal import render
 
         width, look = _terminal()
-        click.echo(render(report, width=width, look=look), nl=False, color=True)
+        text = render(report, width=width, look=look)
+    try:
+        click.echo(text, nl=False, color=True)
+    except OSError as error:  # a closed pipe, a full disk
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it when it exits
+        raise OutputError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def _terminal() -> "tuple[int, Look]":
@@ -209,25 +221,20 @@ def _terminal() -> "tuple[int, Look]":
     return width, Look.MONO if os.environ.get("NO_COLOR") else Look.COLOUR
 
 
-if TYPE_CHECKING:
-    from kvproof.render.terminal import Look
-
-
 def _write_report(report: "Report", weights: "Checkpoint", folder: Path) -> None:
     from kvproof._files import write_whole
     from kvproof._ledger import ledger_lines
-    from kvproof.reference import save_checkpoint
     from kvproof.render.json import render
 
+    assert report.milestone is not None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make the report folder {folder}: {error.strerror}") from error
-    assert report.milestone is not None
     for pair in report.milestone.runs[:2]:
         lines = "".join(f"{line}\n" for line in ledger_lines(pair.cached))
         write_whole(folder / f"{pair.name}.jsonl", lines.encode())
-    save_checkpoint(weights, folder / "checkpoint.safetensors")
+    _save(weights, folder / "checkpoint.safetensors")
     write_whole(folder / "report.json", render(report).encode())
 
 

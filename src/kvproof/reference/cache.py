@@ -106,10 +106,13 @@ class Append:
     def __call__(
         self,
         layer: int,
-        keys: Float[Tensor, "batch head new head_dim"],
-        values: Float[Tensor, "batch head new head_dim"],
+        keys: Tensor,
+        values: Tensor,
     ) -> tuple[Float[Tensor, "batch head slot head_dim"], Float[Tensor, "batch head slot head_dim"]]:
-        """Append a layer's new keys and values; return all of its keys and values."""
+        """Append a layer's new keys and values, (batch, head, new, head_dim) each; return all of its own.
+
+        Raises `CacheError` naming the layer for a call out of turn, other axes, or another dtype.
+        """
         self._check_turn(layer)
         old = self.cache.layers[layer]
         for name, new, kept in (("keys", keys, old.keys), ("values", values, old.values)):

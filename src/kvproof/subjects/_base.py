@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvproof._errors import AbilityError, ContextError, KvproofError, SessionError, SubjectError, TokenError
@@ -43,8 +44,8 @@ class Subject(ABC):
         return " ".join(self.token(i) for i in ids)
 
     @final
-    def rows(self, ids: Sequence[int], *, tap: Tap = untouched) -> Tensor:
-        """Return the uncached logits (seq, vocab) of one forward over a complete prefix.
+    def rows(self, ids: Sequence[int], *, tap: Tap = untouched) -> Float[Tensor, "seq vocab"]:
+        """Return the uncached logits of one forward over a complete prefix.
 
         Raises `TokenError`, `ContextError`, or `SubjectError` where the decoder itself raises.
         """
@@ -74,7 +75,7 @@ class Subject(ABC):
             raise AbilityError(f"{self.info.name} does not declare the ability {ability.value!r}")
 
     @abstractmethod
-    def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor: ...
+    def _rows(self, ids: Sequence[int], tap: Tap) -> Float[Tensor, "seq vocab"]: ...
 
     @abstractmethod
     def _session(self, batch: int, tap: Tap) -> "Session": ...
@@ -99,8 +100,8 @@ class Session(ABC):
         return len(self._ids[0])
 
     @final
-    def extend(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Consume each batch row's new tokens; return the logits (batch, new, vocab) that follow them.
+    def extend(self, ids: Sequence[Sequence[int]]) -> Float[Tensor, "batch new vocab"]:
+        """Consume each batch row's new tokens; return the logits that follow them.
 
         Raises `TokenError`, `ContextError`, `CacheError` or `SubjectError`.
         """
@@ -158,7 +159,7 @@ class Session(ABC):
         return at_the_seam(self._cache_tensors)
 
     @abstractmethod
-    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Tensor: ...
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Float[Tensor, "batch new vocab"]: ...
 
     @abstractmethod
     def _crop(self, length: int) -> None: ...

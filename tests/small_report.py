@@ -1,0 +1,269 @@
+"""A report built by hand: one of each contract dataclass, with numbers that are easy to recognise.
+
+The vocabulary's first token is one that a renderer might take for its own markup.
+"""
+
+import dataclasses
+import math
+
+from kvproof._environment import Environment
+from kvproof._ledger import End, Entry, Header, MarginVerdict, Run, Step, StopReason
+from kvproof._report import (
+    CacheMemory,
+    CacheTraceRow,
+    CheckpointInfo,
+    Constant,
+    Divergence,
+    FaultResult,
+    GateItem,
+    Milestone,
+    Refusal,
+    Report,
+    RowResult,
+    RunPair,
+    ScenarioResult,
+    SubjectInfo,
+    Tolerance,
+    Verdict,
+)
+from kvproof._stages import Stage
+from kvproof.policies import Greedy, Policy, Sample, Stops
+from kvproof.scenarios import Ability
+
+VOCABULARY = ("[red]<script>", "<eos>", "A")
+ENVIRONMENT = Environment(
+    kvproof="0.1.0",
+    python="3.11.0",
+    torch="2.6.0",
+    platform="Linux",
+    processor="x86_64, AVX2, 2 cores",
+    num_threads=1,
+    created="2025-01-01T00:00:00+00:00",
+)
+DIVERGENCE = Divergence(
+    scenario="token-by-token",
+    ids=(0, 2),
+    tokens="[red]<script> A",
+    position=1,
+    stage=Stage.CACHE_K,
+    layer=0,
+    head=1,
+    slot=0,
+    expected=-2.5,
+    actual=0.25,
+    gap=2.75,
+    allowed=1e-9,
+    origin="layer 1's key of position 0",
+    contract="wrong layer's cache: each layer must read and append to its own",
+    logits_differ=True,
+    sentence="consuming A at position 1, the first value that differs is cache_k of layer 0, head 1, slot 0: "
+    "0.25 where the uncached path has -2.5; the slot holds layer 1's key of position 0",
+)
+
+
+def row(tokens: str, ids: tuple[int, ...], verdict: Verdict, gap: float) -> RowResult:
+    return RowResult(
+        ids=ids,
+        tokens=tokens,
+        gap=gap,
+        worst_id=2,
+        allowed=1e-5,
+        noise=2e-6,
+        scale=4.0,
+        top_gap=1e-15,
+        top_noise=0.0,
+        uncached_error=1e-6,
+        cached_error=2e-6,
+        verdict=verdict,
+        reason="gap within the declared tolerance",
+        expected=(4.0, -1.5, -math.inf),
+    )
+
+
+def step(*, chosen: int, draw: int | None, margin_verdict: MarginVerdict) -> Step:
+    state = None if draw is None else "c3RhdGU="
+    return Step(
+        step=0,
+        consumed=(0,),
+        consumed_tokens="[red]<script>",
+        position=0,
+        cache_len=1,
+        logits_digest="ab" * 32,
+        top_logits=(Entry(id=2, token="A", value=4.0), Entry(id=0, token="[red]<script>", value=-math.inf)),
+        probabilities=(Entry(id=0, token="[red]<script>", value=0.25), Entry(id=2, token="A", value=0.75)),
+        draw=draw,
+        chosen=chosen,
+        chosen_token=VOCABULARY[chosen],
+        generator_before=state,
+        generator_after=state,
+        margin=0.5,
+        error=1e-6,
+        margin_verdict=margin_verdict,
+    )
+
+
+def run(policy: Policy, only_step: Step, end: End | None) -> Run:
+    header = Header(
+        ledger_version=1,
+        subject="tiny decoder",
+        subject_digest="cd" * 32,
+        subject_seed=7,
+        dtype="float32",
+        path="cached",
+        environment=ENVIRONMENT,
+        policy=policy,
+        stops=Stops(eos_id=1, max_tokens=3),
+        prompt=(0,),
+        prompt_tokens="[red]<script>",
+    )
+    return Run(header=header, steps=(only_step,), end=end)
+
+
+GREEDY_RUN = run(
+    Greedy(),
+    step(chosen=1, draw=None, margin_verdict=MarginVerdict.SAFE),
+    End(stop_reason=StopReason.EOS, problem=None, tokens="[red]<script> <eos>"),
+)
+SEEDED_RUN = run(
+    Sample(temperature=0.5, top_k=2, seed=41),
+    step(chosen=2, draw=1, margin_verdict=MarginVerdict.TIE),
+    End(stop_reason=None, problem="position 2 is past the context", tokens="[red]<script> A"),
+)
+
+
+def pair(name: str, made: Run, *, equal: bool) -> RunPair:
+    return RunPair(
+        name=name,
+        cached=made,
+        uncached=made,
+        equal=equal,
+        reproduced=equal,
+        problem=None if equal else "line 2: chosen is 2, and 0 follows",
+        expected_trace="[red]<script> <eos>" if equal else None,
+        expected_stop="eos",
+    )
+
+
+MILESTONE = Milestone(
+    checkpoint=CheckpointInfo(
+        source="trained",
+        seed=7,
+        num_parameters=30,
+        loss=0.5,
+        entropy_floor=0.25,
+        largest_probability_error=1e-3,
+        digest_before="cd" * 32,
+        digest_after="cd" * 32,
+        tie="The tie fell to A.",
+    ),
+    vocabulary=VOCABULARY,
+    patterns=("A A",),
+    switched_off=("seed",),
+    cache_trace=(
+        CacheTraceRow(
+            tokens="[red]<script>",
+            position=0,
+            layer=0,
+            k_shape=(1, 2, 1, 4),
+            v_shape=(1, 2, 1, 4),
+            expected_shape=(1, 2, 1, 4),
+            asserted=True,
+            holds=True,
+        ),
+    ),
+    memory=CacheMemory(
+        bytes_per_element=4,
+        bytes_per_token_and_layer=64,
+        bytes_per_token=64,
+        bytes_per_layer=128,
+        bytes_per_request=64,
+        bytes_full_context=128,
+        num_tokens_measured=1,
+        measured_bytes=64,
+    ),
+    requests_isolated=True,
+    refusals=(Refusal(attempt="feed no token", message="no token at all", refused=True, unchanged=False),),
+    runs=(pair("greedy", GREEDY_RUN, equal=True), pair("seeded", SEEDED_RUN, equal=False)),
+    gate=(
+        GateItem(name="all prefixes match", passed=True, detail="2 of 2"),
+        GateItem(name="every run repeats", passed=False, detail="seeded: [bold]not reproducible[/bold]"),
+    ),
+    notes=("A note.",),
+)
+REPORT = Report(
+    schema_version=1,
+    verdict=Verdict.ROUNDING,
+    summary="The gate fails: 1 of 2 lines do not hold.",
+    environment=ENVIRONMENT,
+    subject=SubjectInfo(
+        name="tiny decoder",
+        digest="cd" * 32,
+        mode="eval",
+        dtype="float32",
+        num_layers=1,
+        vocab_size=3,
+        context_len=2,
+        abilities=(Ability.CAST, Ability.TAP),
+    ),
+    tolerance=Tolerance(dtype="float32", absolute=1e-5, relative=0.0, source="declared for this test"),
+    constants=(Constant(name="noise factor", value=1000.0, source="measured"),),
+    scenarios=(
+        ScenarioResult(
+            name="token-by-token",
+            verdict=Verdict.ROUNDING,
+            rows=(
+                row("[red]<script>", (0,), Verdict.MATCH, 0.0),
+                row("[red]<script> A", (0, 2), Verdict.ROUNDING, 2e-5),
+            ),
+            largest_gap=2e-5,
+            num_values_compared=12,
+            divergence=None,
+        ),
+        ScenarioResult(
+            name="fork",
+            verdict=Verdict.MATCH,
+            rows=(
+                dataclasses.replace(
+                    row("A", (2,), Verdict.MATCH, 1e-6),
+                    top_gap=None,
+                    top_noise=None,
+                    uncached_error=None,
+                    cached_error=None,
+                    expected=None,
+                ),
+            ),
+            largest_gap=1e-6,
+            num_values_compared=0,
+            divergence=None,
+        ),
+    ),
+    faults=(
+        FaultResult(
+            name="wrong-layer",
+            breaks="layer 0 reads layer 1's cache",
+            expected_stage=Stage.CACHE_K,
+            verdict=Verdict.DIVERGED,
+            largest_gap=12.5,
+            tolerance=1e-5,
+            num_rows_beyond=1,
+            margin=math.inf,
+            divergence=DIVERGENCE,
+            caught=True,
+            right_stage=True,
+        ),
+        FaultResult(
+            name="no-op",
+            breaks="nothing at all",
+            expected_stage=Stage.POSITION,
+            verdict=Verdict.MATCH,
+            largest_gap=0.0,
+            tolerance=1e-5,
+            num_rows_beyond=0,
+            margin=0.0,
+            divergence=None,
+            caught=False,
+            right_stage=False,
+        ),
+    ),
+    milestone=MILESTONE,
+)
