@@ -138,6 +138,7 @@ def pair(name: str, made: Run, *, equal: bool) -> RunPair:
         uncached=made,
         equal=equal,
         reproduced=equal,
+        difference=None if equal else DIVERGENCE,
         problem=None if equal else "line 2: chosen is 2, and 0 follows",
         expected_trace="[red]<script> <eos>" if equal else None,
         expected_stop="eos",

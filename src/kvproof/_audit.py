@@ -266,9 +266,12 @@ def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
     num_rows = sum(len(result.rows) for result in results)
     largest = max(result.largest_gap for result in results)
     text = f"{num_rows} prefixes compared over the whole vocabulary, largest gap {largest:.4e}"
-    broken = next((result.divergence for result in results if result.divergence), None)
-    if broken is not None:
-        return f"The cached path diverges: {broken.sentence}."
+    located = next((result.divergence for result in results if result.divergence), None)
+    if located is not None:
+        return f"The cached path diverges: {located.sentence}."
+    if verdict is Verdict.DIVERGED:
+        row = next(row for result in results for row in result.rows if row.verdict is Verdict.DIVERGED)
+        return f"The cached path diverges after {row.tokens}: {row.reason}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
     return f"Not shown: {text}, verdict {verdict.value}."

@@ -162,8 +162,8 @@ def first_difference(cached: Run, uncached: Run, tolerance: Tolerance) -> Diverg
             origin=None,
             contract=LIKELY_CONTRACT[stage],
             logits_differ=stage is Stage.LOGITS,
-            sentence=f"after position {step.position} {known} the cached run chooses {step.chosen_token} where the "
-            f"uncached run chooses {other.chosen_token}",
+            sentence=f"after position {step.position} {known} the cached run chooses {step.chosen_token} where "
+            f"the uncached run chooses {other.chosen_token}",
         )
     return None
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
@@ -37,7 +36,9 @@ def saved(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="session")
 def report(checkpoint: Checkpoint) -> Report:
     """The milestone's report."""
-    return milestone(checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        return milestone(checkpoint)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """``kvproof milestone`` with every output asked for."""
     folder = tmp_path_factory.mktemp("trained")
     saved, written = folder / "saved.safetensors", folder / "new" / "report"

@@ -1,0 +1,157 @@
+"""What the verdict rules say of whole audits: bugs that one dtype hides, and healthy subjects."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.strategies import random_subject
+
+from kvproof import ReferenceSubject, Report, Subject, Tolerance, Verdict, audit, faults, localise
+from kvproof._audit import Auditor
+from kvproof._errors import AbilityError, SubjectError
+from kvproof._milestone import TOLERANCE
+from kvproof._stages import Site, Stage
+from kvproof.faults import Fault
+from kvproof.reference import DecoderConfig
+from kvproof.reference.corpus import SEQUENCES
+from kvproof.scenarios import Ability, chunked, token_by_token
+
+ALL = list(map(token_by_token, SEQUENCES))
+
+
+class Without(ReferenceSubject):
+    """The reference decoder without some of its abilities."""
+
+    def __init__(self, subject: ReferenceSubject, *missing: Ability) -> None:
+        super().__init__(subject.checkpoint)
+        abilities = tuple(a for a in Ability if a not in missing)
+        self._info = dataclasses.replace(self._info, abilities=abilities)
+
+
+class Leaky(ReferenceSubject):
+    """An uncached path that sees the future: each row feels the newest token."""
+
+    def _rows(self, ids: Sequence[int], tap: object) -> torch.Tensor:
+        rows = super()._rows(ids, tap)
+        return rows + 0.01 * ids[-1]
+
+    def _cast(self, dtype: torch.dtype) -> "Leaky":
+        cast = super()._cast(dtype)
+        return Leaky(cast.checkpoint)
+
+
+class Noisy(ReferenceSubject):
+    """An uncached path whose every row is off by the same tiny amount, beyond what float32 declares."""
+
+    def _rows(self, ids: Sequence[int], tap: object) -> torch.Tensor:
+        rows = super()._rows(ids, tap)
+        return rows + 2e-4 if rows.dtype is torch.float32 else rows
+
+
+def in_float32_only(site: Site) -> Fault:
+    """Hold a value in bfloat16 where the decoder computes in float32, and leave float64 alone."""
+
+    def tap(at: Site, value: torch.Tensor) -> torch.Tensor:
+        low = at == site and value.dtype is torch.float32
+        return value.to(torch.bfloat16).to(torch.float32) if low else value
+
+    return Fault(
+        name="dtype-only", breaks="a value held in bfloat16", first_stage=site.stage, plant=lambda: lambda: tap
+    )
+
+
+@pytest.mark.parametrize("stage", [Stage.EMBEDDING, Stage.FINAL_NORM])
+def test_a_bug_that_only_the_declared_dtype_shows_is_found(subject: ReferenceSubject, stage: Stage):
+    """An audit in float64 alone would pass it."""
+    report = audit(subject, ALL, faults=[in_float32_only(Site(stage))], tolerance=TOLERANCE)
+    (result,) = report.faults
+    assert result.verdict is Verdict.DIVERGED
+    assert result.divergence is None, "float64 agrees everywhere"
+    assert report.verdict is Verdict.MATCH
+
+
+def test_the_reason_names_the_low_dtype(subject: ReferenceSubject):
+    rows = Auditor(subject, TOLERANCE).check(ALL, in_float32_only(Site(Stage.FINAL_NORM))).rows
+    reasons = {row.reason.split(":")[-1] for row in rows if row.verdict is Verdict.DIVERGED}
+    assert reasons == {" something is held in too low a dtype"}
+
+
+def test_an_error_of_the_uncached_path_is_not_blamed_on_the_cache(subject: ReferenceSubject):
+    """The arbiter: the cached rows are nearer to float64 than the uncached ones."""
+    report = audit(Noisy(subject.checkpoint), ALL)
+    assert report.verdict is Verdict.ROUNDING
+    for row in report.scenarios[0].rows:
+        assert row.cached_error is not None
+        assert row.uncached_error is not None
+        assert row.cached_error < row.uncached_error
+
+
+@pytest.mark.parametrize("reference", ["literal", "one-pass"])
+def test_an_uncached_path_that_sees_the_future_is_not_a_reference(subject: ReferenceSubject, reference: str):
+    """Its noise would excuse any gap at all."""
+    report = audit(Leaky(subject.checkpoint), ALL, reference=reference)
+    assert report.verdict in (Verdict.INCONCLUSIVE, Verdict.DIVERGED)
+    reasons = [row.reason for row in report.scenarios[0].rows]
+    assert any("not causal" in reason for reason in reasons)
+
+
+def test_without_a_top_rung_a_bug_is_not_called_rounding(subject: ReferenceSubject):
+    blind = Without(subject, Ability.CAST, Ability.TAP)
+    with pytest.raises(AbilityError, match="'tap'"):
+        localise(blind, ALL[0])
+    assert audit(blind, ALL, tolerance=TOLERANCE).verdict is Verdict.MATCH
+    strict = Tolerance(dtype="float32", absolute=1e-12, relative=0.0, source="a test")
+    report = audit(blind, ALL, tolerance=strict)
+    assert report.verdict in (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
+    assert all(row.top_gap is None and row.cached_error is None for row in report.scenarios[0].rows)
+
+
+def test_a_fault_that_changes_nothing_is_not_counted_as_caught(subject: ReferenceSubject):
+    """The first token is at position 0 anyway: an equivalent mutant."""
+    report = audit(subject, [token_by_token(SEQUENCES[0][:1])], faults=[faults.wrong_position()])
+    (result,) = report.faults
+    assert not result.caught
+    assert result.largest_gap == 0.0
+    assert result.num_rows_beyond == 0
+
+
+def test_a_row_just_beyond_its_tolerance_does_not_match(subject: ReferenceSubject):
+    clean: Report = audit(subject, ALL, tolerance=TOLERANCE)
+    largest = clean.scenarios[0].largest_gap
+    for absolute, expected in ((largest, Verdict.MATCH), (largest * (1 - 1e-9), Verdict.ROUNDING)):
+        tolerance = Tolerance(dtype="float32", absolute=absolute, relative=0.0, source="a test")
+        assert audit(subject, ALL, tolerance=tolerance).verdict is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_healthy_decoders_raise_no_alarm(dtype: torch.dtype):
+    """40 random decoders, 12 tokens, two scenarios: 960 rows a dtype, and none may be more than rounding.
+
+    Over 3,000 such rows in float32 the largest cached error was 2.8 times the larger of noise and
+    uncached error so far, where 4 is allowed.
+    """
+    rng = random.Random(0)
+    for seed in range(40):
+        config = DecoderConfig(
+            num_layers=rng.randint(1, 4),
+            num_heads=rng.randint(1, 4),
+            head_dim=rng.randint(2, 8),
+            mlp_width=rng.randint(1, 16),
+            context_len=12,
+            vocab_size=rng.randint(3, 24),
+        )
+        subject: Subject = random_subject(config, seed, dtype)
+        ids = [rng.randrange(config.vocab_size) for _ in range(12)]
+        report = audit(subject, [token_by_token(ids), chunked(ids, 5)], all_values=False)
+        assert report.verdict.passes, (seed, report.summary)
+
+
+def test_logits_of_the_wrong_shape_are_the_decoder_s_fault(subject: ReferenceSubject):
+    class Short(ReferenceSubject):
+        def _rows(self, ids: Sequence[int], tap: object) -> torch.Tensor:
+            return super()._rows(ids, tap)[:1]
+
+    with pytest.raises(SubjectError, match=r"logits of shape \(1, 8\), not \(2, 8\)"):
+        Short(subject.checkpoint).rows((0, 2))

@@ -1,0 +1,122 @@
+"""Verdicts, tolerances and exit statuses, and the report's own form."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from tests.small_report import MILESTONE, REPORT
+
+from kvproof._errors import ReportError
+from kvproof._report import Milestone, Report, Tolerance, Verdict, worst
+from kvproof.render.json import parse, render
+
+EXIT_STATUS = {
+    Verdict.NOT_CHECKED: 0,
+    Verdict.MATCH: 0,
+    Verdict.ROUNDING: 0,
+    Verdict.VACUOUS: 4,
+    Verdict.INCONCLUSIVE: 3,
+    Verdict.DIVERGED: 1,
+}
+HELD = dataclasses.replace(MILESTONE, gate=MILESTONE.gate[:1])
+
+
+def test_verdicts_stand_from_harmless_to_worst():
+    assert list(Verdict) == list(EXIT_STATUS)
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_verdict_has_its_exit_status(verdict: Verdict):
+    assert verdict.exit_status == EXIT_STATUS[verdict]
+
+
+def test_only_match_and_rounding_pass():
+    assert [verdict for verdict in Verdict if verdict.passes] == [Verdict.MATCH, Verdict.ROUNDING]
+
+
+def test_the_worst_of_verdicts_wins_in_any_order():
+    for place, verdict in enumerate(Verdict):
+        up_to = list(Verdict)[: place + 1]
+        assert worst(up_to) is verdict
+        assert worst(up_to[::-1]) is verdict
+
+
+def test_of_no_verdicts_nothing_was_checked():
+    assert worst([]) is Verdict.NOT_CHECKED
+
+
+def test_a_tolerance_adds_its_absolute_and_its_relative_part():
+    tolerance = Tolerance(dtype="float32", absolute=0.5, relative=0.25, source="this test")
+    assert [tolerance.allowed(scale) for scale in (0.0, 1.0, 8.0)] == [0.5, 0.75, 2.5]
+
+
+def test_a_milestone_passes_where_every_line_of_its_gate_holds():
+    assert HELD.passed
+    assert not MILESTONE.passed
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+@pytest.mark.parametrize("milestone", [None, HELD], ids=["no gate", "the gate holds"])
+def test_a_report_exits_as_its_verdict_does(verdict: Verdict, milestone: Milestone | None):
+    report = dataclasses.replace(REPORT, verdict=verdict, milestone=milestone)
+    assert report.exit_status == EXIT_STATUS[verdict]
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_failed_gate_never_exits_0(verdict: Verdict):
+    report = dataclasses.replace(REPORT, verdict=verdict, milestone=MILESTONE)
+    assert report.exit_status == (EXIT_STATUS[verdict] or 1)
+
+
+def test_a_real_report_comes_back_equal_from_json(report: Report):
+    assert parse(render(report), "report.json") == report
+
+
+def test_a_report_is_strict_json_though_its_numbers_are_not_finite():
+    row = dataclasses.replace(REPORT.scenarios[0].rows[0], gap=math.nan, top_gap=math.inf, expected=(-math.inf,))
+    report = dataclasses.replace(REPORT, scenarios=(dataclasses.replace(REPORT.scenarios[0], rows=(row,)),))
+    text = render(report)
+    plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    written = plain["scenarios"][0]["rows"][0]
+    assert (written["gap"], written["top_gap"], written["expected"]) == ("nan", "inf", ["-inf"])
+    assert repr(parse(text, "report.json")) == repr(report)
+
+
+def test_a_report_is_one_text_with_one_line_end_at_its_end():
+    text = render(REPORT)
+    assert text.endswith("}\n")
+    assert not text.endswith("\n\n")
+
+
+PLAIN = json.loads(render(REPORT))
+BROKEN = {
+    "cut off": (render(REPORT)[:100], "a.json is not JSON: "),
+    "empty": ("", "a.json is not JSON: "),
+    "not an object": ("[]", "a.json has schema version None; this kvproof reads 1"),
+    "without a version": ("{}", "a.json has schema version None; this kvproof reads 1"),
+    "of a later version": (
+        json.dumps({**PLAIN, "schema_version": 2}),
+        "a.json has schema version 2; this kvproof reads 1",
+    ),
+    "of a version that is text": (
+        json.dumps({**PLAIN, "schema_version": "1"}),
+        "a.json has schema version '1'; this kvproof reads 1",
+    ),
+    "with an unknown member": (json.dumps({**PLAIN, "extra": 0}), "a.json: $ has unknown member 'extra'"),
+    "with a member of the wrong type": (
+        json.dumps({**PLAIN, "summary": None}),
+        "a.json: $.summary must be a string, not None",
+    ),
+    "without a member": (
+        json.dumps({name: value for name, value in PLAIN.items() if name != "faults"}),
+        "a.json: $ lacks member 'faults'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_report_is_refused_by_name(text: str, message: str):
+    with pytest.raises(ReportError) as caught:
+        parse(text, "a.json")
+    assert str(caught.value).startswith(message)
