@@ -113,7 +113,8 @@ def main() -> int:
     best["uncached"] = seconds(uncached)
 
     print(
-        f"8 layers, width 512, {options.length} tokens, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"8 layers, width 512, {options.length} tokens, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
     )
     print(f"best of {options.rounds} interleaved rounds; the uncached loop runs once\n")
     lines = [

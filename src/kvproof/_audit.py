@@ -1,13 +1,12 @@
 """Audits: every row of every scenario, cached against uncached, judged by the rules of `_compare`."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvproof._compare import Evidence, gap_between, judge
+from kvproof._compare import Evidence, gap_between, judge, largest
 from kvproof._errors import UsageError
 from kvproof._localise import localise
 from kvproof._machine import environment
@@ -64,7 +63,7 @@ def audit(
     for name in dict.fromkeys(program.name for program in programs):
         on_scenario(name)
         results.append(auditor.check([program for program in programs if program.name == name]))
-    clean_gap = max(result.largest_gap for result in results)
+    clean_gap = largest(result.largest_gap for result in results)
     fault_results = []
     for fault in faults:
         on_scenario(f"fault {fault.name}")
@@ -123,7 +122,7 @@ class Auditor:
             name=programs[0].name,
             verdict=Verdict.DIVERGED if divergence else worst([row.verdict for row in rows]),
             rows=tuple(rows),
-            largest_gap=max((row.gap for row in rows), key=lambda gap: math.inf if math.isnan(gap) else gap),
+            largest_gap=largest(row.gap for row in rows),
             num_values_compared=num_values,
             divergence=divergence,
         )
@@ -209,7 +208,7 @@ class Auditor:
         for length in range(known + 1, len(prefix) + 1):
             part = prefix[:length]
             own = gap_between(top.row(part), self.declared.row(part)).size
-            self._errors[part] = max(own, self._errors[part[:-1]])
+            self._errors[part] = largest((own, self._errors[part[:-1]]))
         return self._errors[prefix]
 
 
@@ -257,15 +256,15 @@ class Oracle:
             prefix = sequence[:end]
             if end in spots:
                 literal = self._pass(prefix)[-1]
-                noise = max(noise, gap_between(literal, self._pass(sequence)[end - 1]).size)
-            self._noise[prefix] = max(noise, self._noise.get(prefix, 0.0))
+                noise = largest((noise, gap_between(literal, self._pass(sequence)[end - 1]).size))
+            self._noise[prefix] = largest((noise, self._noise.get(prefix, 0.0)))
             self._longest.setdefault(prefix, sequence)
 
 
 def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
     num_rows = sum(len(result.rows) for result in results)
-    largest = max(result.largest_gap for result in results)
-    text = f"{num_rows} prefixes compared over the whole vocabulary, largest gap {largest:.4e}"
+    gap = largest(result.largest_gap for result in results)
+    text = f"{num_rows} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
     located = next((result.divergence for result in results if result.divergence), None)
     if located is not None:
         return f"The cached path diverges: {located.sentence}."

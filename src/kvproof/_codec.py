@@ -5,12 +5,16 @@ JSON has no NaN and no infinity, so non-finite numbers are written as the string
 """
 
 import dataclasses
+import json
 import math
+import sys
 import types
 import typing
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
+
+from kvproof._errors import UsageError
 
 T = TypeVar("T")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -31,6 +35,40 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
+
+
+def strict_loads(text: str) -> Any:
+    """Return what JSON text holds; raise `CodecError` for what only lenient readers take.
+
+    That is NaN and infinities as numbers, members that stand twice, and depths or lengths beyond reason.
+    """
+    try:
+        return json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_doubles
+        )
+    except json.JSONDecodeError as error:
+        raise CodecError(f"not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"not JSON that can be read: {error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise CodecError(f"{name} is not JSON; write it as a string")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise CodecError(f"{text} is too large for a number")
+    return value
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise CodecError(f"member {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return plain
 
 
 def from_plain(kind: type[T], plain: Any, path: str = "$") -> T:
@@ -63,9 +101,12 @@ def _read_scalar(kind: Any, plain: Any, path: str) -> Any:
         if isinstance(plain, str) and plain in _NON_FINITE:
             return _NON_FINITE[plain]
         _expect(isinstance(plain, int | float) and not isinstance(plain, bool), path, "a number", plain)
+        _expect(abs(plain) <= sys.float_info.max, path, "a number that a float can hold", plain)
         return float(plain)
     wanted = {int: "an integer", str: "a string", bool: "true or false", types.NoneType: "null"}[kind]
     _expect(type(plain) is kind, path, wanted, plain)
+    if kind is str:
+        _expect(not any("\ud800" <= c <= "\udfff" for c in plain), path, "text without lone surrogates", plain)
     return plain
 
 
@@ -95,7 +136,11 @@ def _read_dataclass(kind: Any, plain: Any, path: str) -> Any:
         raise CodecError(f"{path} has unknown member {unknown[0]!r}")
     if missing:
         raise CodecError(f"{path} lacks member {missing[0]!r}")
-    return kind(**{name: _read(hint, plain[name], f"{path}.{name}") for name, hint in hints.items()})
+    members = {name: _read(hint, plain[name], f"{path}.{name}") for name, hint in hints.items()}
+    try:
+        return kind(**members)
+    except UsageError as error:  # a value that the type itself refuses
+        raise CodecError(f"{path}: {error}") from error
 
 
 @cache

@@ -4,6 +4,7 @@ The tensors are walked once, in `gap_between`; everything after it is a rule ove
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,10 @@ def gap_between(expected: Tensor, actual: Tensor) -> Gap:
         e = torch.where(e.isfinite(), e, 0.0)
     flat = int(difference.argmax())
     size = float(difference.flatten()[flat])
+    if size == _BOTH_NAN and bool(expected.flatten()[flat].isnan()):
+        size = math.nan
     return Gap(
-        size=math.nan if size == _BOTH_NAN else size,
+        size=size,
         index=_unravelled(flat, difference.shape),
         scale=float(e.abs().max()),
     )
@@ -67,6 +70,12 @@ def _unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
+def largest(gaps: Iterable[float]) -> float:
+    """Return the largest gap, 0 of none; a NaN among them is never lost."""
+    known = list(gaps)
+    return math.nan if any(map(math.isnan, known)) else max(known, default=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that is known of one row, in absolute differences of logits.
@@ -90,6 +99,9 @@ def judge(row: Evidence) -> tuple[Verdict, str]:
         return Verdict.DIVERGED, "one path gives a value that is not finite where the other's is finite"
     if math.isnan(row.gap) or (row.top_gap is not None and math.isnan(row.top_gap)):
         return Verdict.INCONCLUSIVE, "both paths give NaN at the same place"
+    others = (row.noise, row.top_noise, row.uncached_error, row.cached_error)
+    if any(value is not None and not math.isfinite(value) for value in others):
+        return Verdict.INCONCLUSIVE, "the uncached path itself is not finite, or not the same function twice"
     if row.top_gap is None or row.top_noise is None or row.top_scale is None:
         return _judge_by_noise(row)
     if row.top_noise > STRUCTURAL_FLOOR.value * row.top_scale:

@@ -2,13 +2,14 @@
 
 import base64
 import hashlib
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvproof._compare import gap_between
-from kvproof._errors import ContextError, UsageError
+from kvproof._errors import ContextError, SubjectError, UsageError
 from kvproof._ledger import (
     LEDGER_VERSION,
     End,
@@ -155,8 +156,8 @@ def first_difference(cached: Run, uncached: Run, tolerance: Tolerance) -> Diverg
             layer=None,
             head=None,
             slot=None,
-            expected=other.chosen,
-            actual=step.chosen,
+            expected=float(other.chosen),
+            actual=float(step.chosen),
             gap=step.error,
             allowed=allowed,
             origin=None,
@@ -179,12 +180,16 @@ def choose(
     """Return the ids that the policy keeps with their probabilities, and the index that was drawn.
 
     Greedy keeps the most likely ids in order of rank, draws nothing, and takes the first. `Sample` keeps
-    ``top_k`` in order of id and draws an index from ``generator``, whose state moves on.
+    ``top_k`` in order of id and draws an index from ``generator``, whose state moves on. Raises `SubjectError`
+    for a row that holds NaN: nothing can be ranked.
     """
+    if bool(row.isnan().any()):
+        raise SubjectError("the logits hold NaN, so no token can be chosen from them")
     if isinstance(policy, Greedy):
         probabilities = row.to(torch.float32).softmax(dim=-1)
         return [(i, float(probabilities[i])) for i in ranked(row)[:NUM_TOP]], None
-    scaled = row.to(torch.float32) / policy.temperature
+    full = row.to(torch.float32)
+    scaled = (full - full.max()) / policy.temperature  # softmax does not feel the shift, and overflow does
     kept = sorted(ranked(scaled)[: policy.top_k])
     probabilities = scaled[kept].softmax(dim=-1)
     draw = int(torch.multinomial(probabilities, 1, generator=generator))
@@ -205,12 +210,17 @@ def stop_reason(stops: Stops, steps: list[Step], context_len: int) -> StopReason
 def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, MarginVerdict]:
     """Return the margin of a row's most likely token and whether rounding could flip it.
 
-    A change of at most ``error`` in every logit changes a difference of two by at most twice that.
+    A change of at most ``error`` in every logit changes a difference of two by at most twice that. The margin
+    of a vocabulary of one token is infinite.
     """
+    if len(row) == 1:
+        return math.inf, MarginVerdict.SAFE
     first, second = ranked(row)[:2]
+    if bool(row[first] == row[second]):
+        return 0.0, MarginVerdict.TIE
     margin = float(row[first]) - float(row[second])
-    if margin == 0.0:
-        return margin, MarginVerdict.TIE
+    if not math.isfinite(error):
+        return margin, MarginVerdict.UNEXPLAINED_FLIP
     if margin <= 2 * error:
         return margin, MarginVerdict.EXPLAINED_FLIP
     return margin, MarginVerdict.SAFE if ranked(other)[0] == first else MarginVerdict.UNEXPLAINED_FLIP
@@ -218,7 +228,7 @@ def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, Margi
 
 def row_digest(row: Tensor) -> str:
     """Return the SHA-256, in hexadecimal, of a row's bytes."""
-    return hashlib.sha256(bytes(row.contiguous().view(torch.uint8).tolist())).hexdigest()
+    return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def new_generator(policy: Policy) -> torch.Generator | None:
@@ -237,7 +247,7 @@ def state_of(generator: torch.Generator | None) -> str | None:
     """Return a generator's state in base64, or None without one."""
     if generator is None:
         return None
-    return base64.b64encode(bytes(generator.get_state().tolist())).decode("ascii")
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
 
 
 def generator_at(state: str) -> torch.Generator:

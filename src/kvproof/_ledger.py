@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from kvproof._codec import CodecError, from_plain, to_plain
+from kvproof._codec import CodecError, from_plain, strict_loads, to_plain
 from kvproof._environment import Environment
 from kvproof._errors import LedgerError
 from kvproof.policies import Policy, Stops
@@ -178,7 +178,7 @@ def _read_line(line: str, number: int, name: str) -> Step | End:
 
 def _read_json(line: str, number: int, name: str) -> object:
     try:
-        plain: object = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise LedgerError(f"{name} line {number} is not JSON: {error.msg} at column {error.colno}") from error
+        plain: object = strict_loads(line)
+    except CodecError as error:
+        raise LedgerError(f"{name} line {number}: {error}") from error
     return plain

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvproof._compare import gap_between
-from kvproof._errors import UsageError
+from kvproof._errors import LedgerError, SessionError, UsageError
 from kvproof._generate import (
+    NUM_TOP,
     choose,
     generator_at,
     judge_margin,
@@ -21,9 +22,10 @@ from kvproof._ledger import End, Entry, Header, Run, Step
 from kvproof._machine import environment
 from kvproof._numerics import declared_tolerance
 from kvproof._report import Tolerance
+from kvproof._text import printable
 from kvproof.policies import Sample
 from kvproof.subjects import Subject
-from kvproof.subjects._base import check_ids
+from kvproof.subjects._base import check_context, check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +56,9 @@ def replay(run: Run, subject: Subject, tolerance: Tolerance | None = None) -> Re
 
     Logits must agree within ``tolerance`` (the declared one of the subject's dtype by default), and to the
     last bit where the record was made by the same versions on the same machine. Raises `UsageError` if the
-    subject is not the one recorded.
+    subject is not the one recorded, or cannot have consumed the recorded prompt.
     """
-    _check_subject(run.header, subject)
-    check_ids(run.header.prompt, subject.info)
+    _check_header(run.header, subject)
     here = environment()
     there = run.header.environment
     same = all(
@@ -74,7 +75,7 @@ def replay(run: Run, subject: Subject, tolerance: Tolerance | None = None) -> Re
     )
 
 
-def _check_subject(header: Header, subject: Subject) -> None:
+def _check_header(header: Header, subject: Subject) -> None:
     if header.subject_digest != subject.info.digest:
         raise UsageError(
             f"the ledger was made by a model with digest {header.subject_digest[:16]}…, and this one has "
@@ -84,6 +85,12 @@ def _check_subject(header: Header, subject: Subject) -> None:
         raise UsageError(
             f"the ledger was made in {header.dtype}, and this model computes in {subject.info.dtype}"
         )
+
+    try:
+        check_ids(header.prompt, subject.info)
+        check_context(0, len(header.prompt), subject.info)
+    except SessionError as error:
+        raise LedgerError(f"the header's prompt cannot be consumed: {error}") from error
 
 
 class _Replay:
@@ -117,7 +124,11 @@ class _Replay:
             yield from self._same("step", step.step, index)
             yield from self._same("consumed", step.consumed, pending)
             yield from self._same("consumed_tokens", step.consumed_tokens, self.subject.decode(pending))
-            yield from self._same("generator_before", step.generator_before, state)
+            if step.generator_before != state:
+                seeded = (
+                    f"the state that seed {self.policy.seed} starts from" if self.policy.kind == "sample" else ""
+                )
+                yield self._problem("generator_before", step.generator_before, state if index else seeded)
             yield from self._step(step)
             state, pending = step.generator_after, (step.chosen,)
         if self.run.end is not None:
@@ -126,7 +137,11 @@ class _Replay:
 
     def _step(self, step: Step) -> Iterator[LineProblem]:
         """Check a step whose consumed tokens and generator state were checked already."""
-        cached = self.session.extend([step.consumed])[0, -1]
+        try:
+            cached = self.session.extend([step.consumed])[0, -1]
+        except SessionError as refusal:
+            yield self._problem("consumed", step.consumed, str(refusal))
+            return
         uncached = self.subject.rows(self.session.ids[0])[-1]
         row, other = (cached, uncached) if self.run.header.path == "cached" else (uncached, cached)
         yield from self._same("position", step.position, len(self.session) - 1)
@@ -134,9 +149,11 @@ class _Replay:
         yield from self._logits(step, row, "logits")
         yield from self._logits(step, other, "logits of the other path")
         yield from self._choice(step, row)
-        margin, verdict = judge_margin(row, other, gap_between(row, other).size)
-        yield from self._close("margin", step.margin, margin, 2 * self._allowed(row))
-        yield from self._close("error", step.error, gap_between(row, other).size, self._allowed(row))
+        error = gap_between(row, other).size
+        margin, verdict = judge_margin(row, other, error)
+        allowed = 0.0 if self.exact else self._allowed(row)
+        yield from self._close("margin", step.margin, margin, 2 * allowed)
+        yield from self._close("error", step.error, error, allowed)
         if self.exact:
             yield from self._same("margin_verdict", step.margin_verdict.value, verdict.value)
 
@@ -148,15 +165,20 @@ class _Replay:
                 yield self._problem("logits_digest", step.logits_digest, row_digest(row))
             if self.exact:
                 yield from self._same("ids of top_logits", _ids(step.top_logits), _top(row, step))
+        yield from self._same("number of top_logits", len(step.top_logits), min(NUM_TOP, len(row)))
         for entry in step.top_logits:
             if not 0 <= entry.id < len(row):
                 yield self._problem("top_logits", f"id {entry.id}", f"an id below {len(row)}")
                 return
+            name = printable(entry.token)
             yield from self._same("token", entry.token, self.subject.token(entry.id))
             allowed = 0.0 if self.exact and member == "logits" else self._allowed(row)
-            yield from self._close(f"{member} of {entry.token}", entry.value, float(row[entry.id]), allowed)
+            yield from self._close(f"{member} of {name}", entry.value, float(row[entry.id]), allowed)
 
     def _choice(self, step: Step, row: Tensor) -> Iterator[LineProblem]:
+        if isinstance(self.policy, Sample) and step.generator_before is None:
+            yield self._problem("generator_before", None, "the state of a generator")
+            return
         try:
             generator = generator_at(step.generator_before) if step.generator_before is not None else None
         except UsageError as error:
@@ -167,7 +189,7 @@ class _Replay:
         # Softmax changes no probability by more than half the largest change of a logit.
         allowed = 0.0 if self.exact else self._allowed(row)
         for entry, (_, p) in zip(step.probabilities, kept, strict=False):
-            yield from self._close(f"probability of {entry.token}", entry.value, p, allowed)
+            yield from self._close(f"probability of {printable(entry.token)}", entry.value, p, allowed)
             yield from self._same("token", entry.token, self.subject.token(entry.id))
         yield from self._same("draw", step.draw, draw)
         yield from self._same("chosen", step.chosen, kept[draw or 0][0])
@@ -175,15 +197,22 @@ class _Replay:
         yield from self._same("generator_after", step.generator_after, state_of(generator))
 
     def _end(self, end: End) -> Iterator[LineProblem]:
-        reason = (
-            stop_reason(self.run.header.stops, list(self.run.steps), self.subject.info.context_len)
-            if self.run.steps
-            else None
-        )
+        if not self.run.steps:
+            yield self._problem("end", "after no step", "a first step")
+            return
+        info = self.subject.info
+        reason = stop_reason(self.run.header.stops, list(self.run.steps), info.context_len)
         yield from self._same("stop_reason", end.stop_reason, reason)
+        refusal = None
+        if reason is None:
+            try:
+                check_context(len(self.session), 1, info)
+                yield self._problem("end", f"after step {len(self.run.steps) - 1}", "another step")
+            except SessionError as error:
+                refusal = str(error)
+        yield from self._same("problem", end.problem, refusal)
         ids = (*self.run.header.prompt, *self.run.returned)
         yield from self._same("tokens", end.tokens, self.subject.decode(ids))
-        yield from self._same("problem", end.problem is None, reason is not None)
 
     def _allowed(self, row: Tensor) -> float:
         tolerance = self.tolerance or declared_tolerance(row.dtype)
@@ -210,5 +239,5 @@ def _top(row: Tensor, step: Step) -> tuple[int, ...]:
 
 
 def _short(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = printable(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:24]}…{text[-24:]}"

@@ -13,6 +13,7 @@ import click
 from kvproof._errors import KvproofError, OutputError, UsageError
 
 if TYPE_CHECKING:
+    from kvproof._ledger import Header
     from kvproof._report import Report
     from kvproof.reference import Checkpoint
     from kvproof.render.terminal import Look
@@ -111,13 +112,16 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError(f"cannot read {ledger}: {error}") from error
     with _progress(quiet) as progress:
-        weights = _load(checkpoint) if checkpoint else _train(progress, record.run.header.subject_seed)
+        weights = _load(checkpoint) if checkpoint else _recreate(progress, record.run.header, ledger)
         from kvproof._milestone import TOLERANCE, one_thread
         from kvproof._replay import replay as run
         from kvproof.subjects import ReferenceSubject
 
         with one_thread():
-            result = run(record.run, ReferenceSubject(weights), TOLERANCE)
+            try:
+                result = run(record.run, ReferenceSubject(weights), TOLERANCE)
+            except UsageError as error:
+                raise LedgerError(f"{ledger}: {error}") from error
     if result.problem is not None:
         _complain(f"{ledger}: {result.problem}")
     if record.damage is not None:
@@ -176,6 +180,16 @@ def _train(progress: Progress, seed: int | None = None) -> "Checkpoint":
     with one_thread():
         decoder, loss = train(recipe, on_step=lambda step, at: progress.step(step, recipe.num_steps, at))
     return Checkpoint(decoder=decoder, seed=recipe.seed, loss=loss)
+
+
+def _recreate(progress: Progress, header: "Header", ledger: Path) -> "Checkpoint":
+    """Train the model of a record again from its recorded seed."""
+    from kvproof._errors import LedgerError, TrainingError
+
+    try:
+        return _train(progress, header.subject_seed)
+    except (UsageError, TrainingError) as error:
+        raise LedgerError(f"{ledger}: its model cannot be recreated; give --checkpoint: {error}") from error
 
 
 def _load(path: Path) -> "Checkpoint":

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproof._errors import UsageError
+
 
 class Ability(StrEnum):
     """What a subject or its sessions declare that they can do. Declared, never probed."""
@@ -91,6 +93,8 @@ def token_by_token(sequence: Sequence[int]) -> Scenario:
 
 def prefill_and_steps(sequence: Sequence[int], split: int) -> Scenario:
     """Consume the first ``split`` tokens in one call and the rest one by one."""
+    if not 1 <= split <= len(sequence):
+        raise UsageError(f"cannot split {len(sequence)} tokens after {split}")
     steps = tuple(Extend(ids=((token,),)) for token in sequence[split:])
     return Scenario(
         name="prefill+steps",
@@ -101,6 +105,8 @@ def prefill_and_steps(sequence: Sequence[int], split: int) -> Scenario:
 
 def chunked(sequence: Sequence[int], size: int) -> Scenario:
     """Consume ``size`` tokens a call, so that later chunks meet a warm cache."""
+    if size < 1:
+        raise UsageError(f"a chunk holds at least 1 token, not {size}")
     starts = range(0, len(sequence), size)
     return Scenario(
         name="chunked prefill",

@@ -6,6 +6,7 @@ configuration is refused before a decoder exists.
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def weights_digest(decoder: Decoder) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(decoder.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist()))
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -68,29 +69,35 @@ def load_checkpoint(path: Path, config: DecoderConfig | None = None) -> Checkpoi
     Raises `CheckpointError` naming the file and what is wrong with it.
     """
     metadata, tensors = _read(path)
-    stored = _checked_metadata(path, metadata)
+    stored, seed, loss = _checked_metadata(path, metadata)
     expected = config or DecoderConfig()
     if stored != asdict(expected):
         raise CheckpointError(f"{path} holds a decoder of configuration {stored}, not {asdict(expected)}")
     decoder = Decoder(expected)
-    try:
-        decoder.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} does not hold this configuration's weights: {error}") from error
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{path}: weight {name!r} holds a value that is not finite")
-    checkpoint = Checkpoint(
-        decoder=decoder.eval().requires_grad_(False),
-        seed=int(metadata["seed"]),
-        loss=float(metadata["loss"]),
-    )
+    _check_weights(path, tensors, decoder.state_dict())
+    decoder.load_state_dict(tensors)
+    checkpoint = Checkpoint(decoder=decoder.eval().requires_grad_(False), seed=seed, loss=loss)
     if checkpoint.digest != metadata["digest"]:
         raise CheckpointError(
             f"{path} was altered: its weights have digest {checkpoint.digest[:16]}…, "
             f"and it records {metadata['digest'][:16]}…"
         )
     return checkpoint
+
+
+def _check_weights(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise unless the file holds exactly these weights, of these shapes and dtypes, all finite."""
+    for name in sorted(tensors.keys() ^ expected.keys()):
+        raise CheckpointError(f"{path} {'lacks' if name in expected else 'has an unknown'} weight {name!r}")
+    for name, tensor in tensors.items():
+        wanted = expected[name]
+        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+            raise CheckpointError(
+                f"{path}: weight {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"not {wanted.dtype} of shape {tuple(wanted.shape)}"
+            )
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{path}: weight {name!r} holds a value that is not finite")
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -103,8 +110,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _checked_metadata(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the stored configuration, once format, corpus and the metadata's own digest agree."""
+def _checked_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], int, float]:
+    """Return the stored configuration, seed and loss, once format, corpus and the metadata's digest agree."""
     if metadata.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is not a checkpoint of the reference decoder: its metadata has format "
@@ -112,12 +119,20 @@ def _checked_metadata(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         )
     if metadata.get("metadata_digest") != _metadata_digest(metadata):
         raise CheckpointError(f"{path} was altered: its metadata does not have the digest that it records")
-    if json.loads(metadata["patterns"]) != list(PATTERNS):
-        raise CheckpointError(f"{path} was trained on {metadata['patterns']}, not on {json.dumps(PATTERNS)}")
-    if json.loads(metadata["vocabulary"]) != list(VOCABULARY):
-        raise CheckpointError(f"{path} has vocabulary {metadata['vocabulary']}, not {json.dumps(VOCABULARY)}")
-    config: dict[str, Any] = json.loads(metadata["config"])
-    return config
+    try:
+        config: dict[str, Any] = json.loads(metadata["config"])
+        seed, loss = int(metadata["seed"]), float(metadata["loss"])
+        corpus = json.loads(metadata["patterns"]), json.loads(metadata["vocabulary"])
+        metadata["digest"]
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error} in its metadata") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} has metadata that cannot be read: {error}") from error
+    if not math.isfinite(loss):
+        raise CheckpointError(f"{path} records a loss of {loss}")
+    if corpus != (list(PATTERNS), list(VOCABULARY)):
+        raise CheckpointError(f"{path} was trained on patterns {corpus[0]} over {corpus[1]}, not on this corpus")
+    return config, seed, loss
 
 
 def _metadata_digest(metadata: dict[str, str]) -> str:

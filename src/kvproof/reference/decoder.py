@@ -77,6 +77,8 @@ def merge_heads(x: Float[Tensor, "batch head new head_dim"]) -> Float[Tensor, "b
 def causal(scores: Float[Tensor, "batch head new slot"]) -> Float[Tensor, "batch head new slot"]:
     """Hide the slots after each new token. The new tokens own the last slots, in order."""
     num_new, num_slots = scores.shape[-2:]
+    if num_new == 1:  # nothing stands after the newest token
+        return scores
     visible = torch.ones(num_new, num_slots, dtype=torch.bool, device=scores.device).tril(num_slots - num_new)
     return scores.masked_fill(~visible, -math.inf)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvproof._errors import TrainingError
+from kvproof._errors import TrainingError, UsageError
 from kvproof.reference.corpus import SEQUENCES, TARGETS
 from kvproof.reference.decoder import Decoder, DecoderConfig
 
@@ -32,6 +32,10 @@ class Recipe:
     beta1: float = 0.9
     beta2: float = 0.95
     max_loss_above_floor: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"the training seed must lie in 0..2**63-1, not {self.seed}")
 
 
 RECIPE = Recipe()

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from kvproof._codec import CodecError, from_plain, to_plain
+from kvproof._codec import CodecError, from_plain, strict_loads, to_plain
 from kvproof._errors import ReportError
 from kvproof._report import SCHEMA_VERSION, Report
 
@@ -16,9 +16,9 @@ def render(report: Report) -> str:
 def parse(text: str, name: str) -> Report:
     """Return the report that ``text`` holds; raise `ReportError` naming the file and what does not fit."""
     try:
-        plain: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ReportError(f"{name} is not JSON: {error}") from error
+        plain: Any = strict_loads(text)
+    except CodecError as error:
+        raise ReportError(f"{name}: {error}") from error
     version = plain.get("schema_version") if isinstance(plain, dict) else None
     if version != SCHEMA_VERSION:
         raise ReportError(f"{name} has schema version {version!r}; this kvproof reads {SCHEMA_VERSION}")

@@ -7,10 +7,11 @@ from enum import StrEnum
 from rich import box
 from rich.console import Console, ConsoleRenderable
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as RichText
 
 from kvproof._ledger import Step
-from kvproof._report import FaultResult, Milestone, Report, RunPair, ScenarioResult, Verdict
+from kvproof._report import Divergence, FaultResult, Milestone, Report, RunPair, ScenarioResult, Verdict
+from kvproof._text import printable
 
 _STYLE = {
     Verdict.MATCH: "green",
@@ -20,6 +21,11 @@ _STYLE = {
     Verdict.VACUOUS: "yellow",
     Verdict.NOT_CHECKED: "dim",
 }
+
+
+def Text(text: str = "", style: str = "") -> RichText:
+    """Return text in which nothing but a line end acts on the terminal: tokens are not trusted."""
+    return RichText("\n".join(map(printable, text.split("\n"))), style=style)
 
 
 class Look(StrEnum):
@@ -36,6 +42,7 @@ def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
     console = Console(
         file=buffer,
         width=width,
+        height=100,  # rich looks at the environment unless both are given
         force_terminal=look is Look.COLOUR,
         color_system="standard" if look is Look.COLOUR else None,
         no_color=look is not Look.COLOUR,
@@ -50,7 +57,7 @@ def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
         if isinstance(part, Table):
             part.box = shape
             part.title_justify = "left"
-            part.title_style = "bold"
+            part.title_style = "bold not italic"
         console.print(part)
         if isinstance(part, Table):
             console.print()
@@ -60,13 +67,17 @@ def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
 
 def _parts(report: Report) -> Iterator[ConsoleRenderable]:
     yield from _opening(report)
-    yield _prefixes(report.scenarios[0])
+    for scenario in report.scenarios[:1]:
+        yield _prefixes(scenario)
     for scenario in report.scenarios[1:]:
         yield Text(
             f"{scenario.name}: {len(scenario.rows)} rows, largest gap {scenario.largest_gap:.4e}, "
             f"{scenario.verdict.value}"
         )
     result = report.milestone
+    for scenario in report.scenarios:
+        if scenario.divergence is not None:
+            yield Text(f"{scenario.name}: {_finding(scenario.divergence)}\n", style="bold red")
     if result is not None:
         isolated = "bit-identical to" if result.requests_isolated else "NOT the same as"
         yield Text(f"two interleaved requests: rows {isolated} each alone\n")
@@ -115,7 +126,7 @@ def _opening(report: Report) -> Iterator[ConsoleRenderable]:
 
 
 def _prefixes(scenario: ScenarioResult) -> Table:
-    table = Table(title=f"{scenario.name}: cached against uncached, whole rows")
+    table = Table(title=Text(f"{scenario.name}: cached against uncached, whole rows"))
     for name in ("prefix", "tokens", "gap", "allowed", "float64 gap", "verdict"):
         table.add_column(name, justify="left" if name in ("prefix", "verdict") else "right")
     for row in scenario.rows:
@@ -131,8 +142,8 @@ def _prefixes(scenario: ScenarioResult) -> Table:
 
 
 def _cache_trace(result: Milestone) -> Table:
-    table = Table(title="cache trace: (batch, head, slot, head_dim) after each consumed token")
-    num_layers = 1 + max(row.layer for row in result.cache_trace)
+    table = Table(title=Text("cache trace: (batch, head, slot, head_dim) after each consumed token"))
+    num_layers = 1 + max((row.layer for row in result.cache_trace), default=0)
     for name in ("consumed", "position", *(f"layer {i}: K, V" for i in range(num_layers)), "as expected"):
         table.add_column(name, justify="right" if name == "position" else "left")
     for start in range(0, len(result.cache_trace), num_layers):
@@ -148,13 +159,13 @@ def _cache_trace(result: Milestone) -> Table:
 
 
 def _failures(faults: tuple[FaultResult, ...]) -> Table:
-    table = Table(title="deliberate failures: the same comparison must reject them", show_lines=True)
+    table = Table(title=Text("deliberate failures: the same comparison must reject them"), show_lines=True)
     for name in ("fault", "gap", "allowed", "rejected", "first difference and likely contract"):
         table.add_column(name, justify="right" if name in ("gap", "allowed") else "left")
     for fault in faults:
         text = Text("none found")
         if fault.divergence is not None:
-            text = Text(f"{fault.divergence.sentence}.\nLikely contract: {fault.divergence.contract}.")
+            text = Text(_finding(fault.divergence))
         table.add_row(
             Text(f"{fault.name}\n{fault.breaks}"),
             f"{fault.largest_gap:.4g}",
@@ -165,8 +176,12 @@ def _failures(faults: tuple[FaultResult, ...]) -> Table:
     return table
 
 
+def _finding(divergence: Divergence) -> str:
+    return f"{divergence.sentence}.\nLikely contract: {divergence.contract}."
+
+
 def _refusals(result: Milestone) -> Table:
-    table = Table(title="calls that break the cache's contract")
+    table = Table(title=Text("calls that break the cache's contract"))
     for name in ("attempt", "refused", "session unchanged", "message"):
         table.add_column(name)
     for refusal in result.refusals:
@@ -178,7 +193,7 @@ def _refusals(result: Milestone) -> Table:
 
 def _memory(result: Milestone) -> Table:
     memory = result.memory
-    table = Table(title="cache memory: K and V together, in bytes")
+    table = Table(title=Text("cache memory: K and V together, in bytes"))
     for name in ("token and layer", "token", "layer, full context", "request, full context", "measured"):
         table.add_column(name, justify="right")
     table.add_row(
@@ -199,9 +214,8 @@ def _policy(pair: RunPair) -> Table:
     end = pair.cached.end
     reason = end.stop_reason.value if end and end.stop_reason else "none"
     same = "the same without the cache" if pair.equal else "ANOTHER without the cache"
-    table = Table(
-        title=f"{pair.name} ({declared}): {end.tokens if end else ''}; stop reason {reason}; {same}",
-    )
+    title = f"{pair.name} ({declared}): {end.tokens if end else ''}; stop reason {reason}; {same}"
+    table = Table(title=Text(title))
     for name in ("consumed", "position", "probabilities", "chosen", "margin"):
         table.add_column(name, justify="right" if name == "position" else "left")
     for step in pair.cached.steps:
@@ -220,7 +234,7 @@ def _probabilities(step: Step) -> str:
 
 
 def _gate(result: Milestone) -> Table:
-    table = Table(title="acceptance gate")
+    table = Table(title=Text("acceptance gate"))
     for name in ("holds", "item", "evidence"):
         table.add_column(name)
     for item in result.gate:
@@ -228,9 +242,9 @@ def _gate(result: Milestone) -> Table:
     return table
 
 
-def _verdict(verdict: Verdict) -> Text:
+def _verdict(verdict: Verdict) -> RichText:
     return Text(verdict.value, style=_STYLE[verdict])
 
 
-def _pass(holds: bool) -> Text:
+def _pass(holds: bool) -> RichText:
     return Text("yes", style="green") if holds else Text("NO", style="bold red")

@@ -13,7 +13,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvproof._errors import AbilityError, ContextError, KvproofError, SessionError, SubjectError, TokenError
+from kvproof._errors import (
+    AbilityError,
+    ContextError,
+    KvproofError,
+    SessionError,
+    SubjectError,
+    TokenError,
+    UsageError,
+)
 from kvproof._report import SubjectInfo
 from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability
@@ -58,6 +66,8 @@ class Subject(ABC):
     @final
     def session(self, *, batch: int = 1, tap: Tap = untouched) -> "Session":
         """Open a session: one request's state, or ``batch`` requests' in step."""
+        if not _is_integer(batch) or batch < 1:
+            raise UsageError(f"batch must be an integer of at least 1, not {batch!r}")
         if batch != 1:
             self.require(Ability.BATCH)
         return at_the_seam(lambda: self._session(batch, tap))
@@ -123,8 +133,8 @@ class Session(ABC):
     def crop(self, length: int) -> None:
         """Forget all but the first ``length`` tokens."""
         self.subject.require(Ability.CROP)
-        if not 0 <= length <= len(self):
-            raise SessionError(f"cannot crop {len(self)} tokens to {length}")
+        if not _is_integer(length) or not 0 <= length <= len(self):
+            raise SessionError(f"cannot crop {len(self)} tokens to {length!r}")
         at_the_seam(lambda: self._crop(length))
         self._ids = [row[:length] for row in self._ids]
 
@@ -133,8 +143,8 @@ class Session(ABC):
         """Let batch row i continue what was row ``rows[i]``; rows may repeat or be left out."""
         self.subject.require(Ability.REORDER)
         for row in rows:
-            if not 0 <= row < len(self._ids):
-                raise SessionError(f"no batch row {row}: the session has {len(self._ids)}")
+            if not _is_integer(row) or not 0 <= row < len(self._ids):
+                raise SessionError(f"no batch row {row!r}: the session has {len(self._ids)}")
         if not rows:
             raise SessionError("a session keeps at least one batch row")
         at_the_seam(lambda: self._reorder(rows))
@@ -189,13 +199,19 @@ def at_the_seam(call: Callable[[], T]) -> T:
 
 def check_ids(ids: Sequence[int], info: SubjectInfo) -> None:
     """Raise `TokenError` unless ``ids`` holds at least one token and all lie in the vocabulary."""
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise TokenError(f"token ids must be a list or tuple of integers, not a {type(ids).__name__}")
     if not ids:
         raise TokenError("no token: a prefix holds at least one")
     for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise TokenError(f"token id {token_id!r} is not an integer")
+        if not _is_integer(token_id):
+            raise TokenError(f"token id {token_id!r} is a {type(token_id).__name__}, not an integer")
         if not 0 <= token_id < info.vocab_size:
             raise TokenError(f"token id {token_id} is outside the vocabulary 0..{info.vocab_size - 1}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_context(start: int, num_new: int, info: SubjectInfo) -> None:
