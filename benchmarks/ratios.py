@@ -1,12 +1,12 @@
 """Speed as ratios measured in one run: ``make bench``.
 
-The reference decoder scaled up to 8 layers and width 512 generates and is audited over 256 tokens. Every
-figure is the best of several interleaved rounds, so that what else the machine does hits both sides. A ratio
+The reference decoder scaled up to 8 layers and width 512 generates and is audited over 256 tokens. A ratio
 beyond its budget is marked and makes the exit status 1; nothing in the test suite is timed.
 """
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -103,34 +103,33 @@ def main() -> int:
         if float(max(gaps)) > 1e-3:
             raise SystemExit("the loop written by hand is wrong")
 
-    timed = {run.__name__: run for run in (steps, steps_hand, audited, audited_by_hand)}
-    for run in timed.values():
-        run()
-    best = dict.fromkeys(timed, math.inf)
-    for _ in range(options.rounds):
-        for name, run in timed.items():
-            best[name] = min(best[name], seconds(run))
-    best["uncached"] = seconds(uncached)
-
+    pairs = [
+        ("uncached loop / cached steps", uncached, steps, None, 1),
+        ("session / the same steps by hand", steps, steps_hand, 1.05, options.rounds),
+        ("audit / one pass + the same steps by hand", audited, audited_by_hand, 1.15, options.rounds),
+    ]
     print(
         f"8 layers, width 512, {options.length} tokens, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}"
+        f"torch {torch.__version__}; median of {options.rounds} paired rounds, the uncached loop once\n"
     )
-    print(f"best of {options.rounds} interleaved rounds; the uncached loop runs once\n")
-    lines = [
-        ("uncached loop / cached steps", best["uncached"] / best["steps"], None),
-        ("session / the same steps by hand", best["steps"] / best["steps_hand"], 1.05),
-        ("audit / one pass + the same steps by hand", best["audited"] / best["audited_by_hand"], 1.15),
-    ]
     beyond = 0
-    for name, ratio, budget in lines:
-        allowed = "" if budget is None else f"  budget {budget}"
+    for name, left, right, budget, rounds in pairs:
+        if budget is not None:
+            left(), right()  # warm up
+        ratios, times = [], []
+        for number in range(rounds):
+            # Each round runs both, in turns first, so that what else the machine does hits both alike.
+            first, second = (left, right) if number % 2 else (right, left)
+            took = {run: seconds(run) for run in (first, second)}
+            ratios.append(took[left] / took[right])
+            times.append((took[left], took[right]))
+        ratio = statistics.median(ratios)
         late = budget is not None and ratio > budget
         beyond += late
-        print(f"{name:44} {ratio:7.3f}{allowed}{'  BEYOND' if late else ''}")
-    print()
-    for name, value in best.items():
-        print(f"{name:20} {value:8.3f} s")
+        spread = f"{min(ratios):.3f}..{max(ratios):.3f}" if rounds > 1 else ""
+        allowed = "" if budget is None else f"budget {budget}"
+        seconds_each = " / ".join(f"{statistics.median(side):.2f}" for side in zip(*times, strict=True))
+        print(f"{name:42} {ratio:6.3f}  {spread:14} {allowed:12}{seconds_each} s{'  BEYOND' if late else ''}")
     return int(bool(beyond))
 
 
