@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jaxtyping
@@ -16,6 +17,7 @@ from kvproof.reference import Checkpoint, save_checkpoint
 from kvproof.reference.corpus import BOS_ID, EOS_ID
 from kvproof.subjects import ReferenceSubject
 
+from .ledgers import Lines
 from .running import Outcome, run
 
 
@@ -107,3 +109,25 @@ def ledgers(checkpoint: Checkpoint) -> dict[str, str]:
         texts[name] = "".join(f"{line}\n" for line in ledger_lines(made))
         assert json.loads(texts[name].splitlines()[-1])["kind"] == "end"
     return texts
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file to write a ledger to."""
+    return tmp_path_factory.mktemp("ledgers") / "ledger.jsonl"
+
+
+@pytest.fixture
+def replayed(
+    scratch: Path, saved: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str | bytes | Lines], Outcome]:
+    """Replay a ledger's text, bytes or lines with the checkpoint that it was made with, which is read once."""
+    monkeypatch.setattr("kvproof.reference.load_checkpoint", {saved: checkpoint}.__getitem__)
+
+    def replay(ledger: str | bytes | Lines) -> Outcome:
+        if isinstance(ledger, list):
+            ledger = "".join(f"{json.dumps(line)}\n" for line in ledger)
+        scratch.write_bytes(ledger if isinstance(ledger, bytes) else ledger.encode())
+        return run("replay", scratch, "--checkpoint", saved)
+
+    return replay

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,58 +14,8 @@ from kvproof.reference import Checkpoint, DecoderConfig, save_checkpoint
 from kvproof.reference.training import initialised
 
 from .conftest import PLANS, Trained
+from .ledgers import Edit, edited, found, lines_of
 from .running import Outcome, run
-
-Lines = list[dict[str, Any]]
-Edit = Callable[[Any], Any]
-
-
-@pytest.fixture(scope="session")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file to write a ledger to."""
-    return tmp_path_factory.mktemp("ledgers") / "ledger.jsonl"
-
-
-@pytest.fixture
-def replayed(
-    scratch: Path, saved: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str | bytes | Lines], Outcome]:
-    """Replay a ledger's text, bytes or lines with the checkpoint that it was made with, which is read once."""
-    monkeypatch.setattr("kvproof.reference.load_checkpoint", {saved: checkpoint}.__getitem__)
-
-    def replay(ledger: str | bytes | Lines) -> Outcome:
-        if isinstance(ledger, list):
-            ledger = "".join(f"{json.dumps(line)}\n" for line in ledger)
-        scratch.write_bytes(ledger if isinstance(ledger, bytes) else ledger.encode())
-        return run("replay", scratch, "--checkpoint", saved)
-
-    return replay
-
-
-def lines_of(text: str) -> Lines:
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def edited(text: str, line: int, path: tuple[str | int, ...], edit: Any) -> Lines:
-    """Return the ledger's lines with one member changed; ``line`` counts from 1, ``edit`` may be a function."""
-    lines = lines_of(text)
-    place: Any = lines[line - 1]
-    for key in path[:-1]:
-        place = place[key]
-    value = edit(place[path[-1]]) if callable(edit) else edit
-    assert json.dumps(value) != json.dumps(place[path[-1]]), "the edit changes nothing"
-    place[path[-1]] = value
-    return lines
-
-
-def found(outcome: Outcome, line: int, member: str) -> bool:
-    """Whether exactly one problem was told, of this member in this line, and the command failed."""
-    return (
-        (outcome.status, outcome.out) == (1, "")
-        and f": line {line}: {member} is " in outcome.err
-        and outcome.err.count("\n") == 1
-    )
-
 
 # --- records that hold ---
 
