@@ -106,21 +106,24 @@ class Auditor:
     def check(self, programs: Sequence[Scenario], fault: Fault | None = None) -> ScenarioResult:
         """Run programs of one name, compare all their rows, and the values on the way.
 
-        The first divergence found is located; the programs after it are compared by their rows alone.
+        The first divergence found is located; the programs after it are compared by their rows alone. Where
+        the subject cannot be cast, values on the way are looked at only to locate what the rows show.
         """
+        certain = Ability.CAST in self.subject.info.abilities
         rows: list[RowResult] = []
         num_values, divergence = 0, None
         for program in programs:
             program_rows = list(self._judged_rows(program, fault))
             rows += program_rows
-            suspect = self.all_values or worst([row.verdict for row in program_rows]) is Verdict.DIVERGED
-            if suspect and divergence is None and Ability.TAP in self.subject.info.abilities:
+            suspect = not worst([row.verdict for row in program_rows]).passes
+            looked = divergence is not None or Ability.TAP not in self.subject.info.abilities
+            if not looked and (suspect or (self.all_values and certain)):
                 located = localise(self.subject, program, fault=fault)
                 num_values += located.num_values
                 divergence = located.divergence
         return ScenarioResult(
             name=programs[0].name,
-            verdict=Verdict.DIVERGED if divergence else worst([row.verdict for row in rows]),
+            verdict=Verdict.DIVERGED if divergence and certain else worst([row.verdict for row in rows]),
             rows=tuple(rows),
             largest_gap=largest(row.gap for row in rows),
             num_values_compared=num_values,
@@ -266,11 +269,12 @@ def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
     gap = largest(result.largest_gap for result in results)
     text = f"{num_rows} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
     located = next((result.divergence for result in results if result.divergence), None)
-    if located is not None:
+    if verdict is Verdict.DIVERGED and located is not None:
         return f"The cached path diverges: {located.sentence}."
     if verdict is Verdict.DIVERGED:
         row = next(row for result in results for row in result.rows if row.verdict is Verdict.DIVERGED)
         return f"The cached path diverges after {row.tokens}: {row.reason}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
-    return f"Not shown: {text}, verdict {verdict.value}."
+    look = f"; look first where, {located.sentence}" if located is not None else ""
+    return f"Not shown: {text}, verdict {verdict.value}{look}."

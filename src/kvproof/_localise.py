@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvproof._compare import Gap, gap_between
-from kvproof._numerics import TOP_RUNG, structural_limit
+from kvproof._compare import Gap, gap_between, largest
+from kvproof._numerics import TOP_RUNG, value_limit
 from kvproof._programs import Row, run_program
 from kvproof._report import Divergence
 from kvproof._stages import (
@@ -47,7 +47,8 @@ class Localisation:
 def localise(subject: Subject, scenario: Scenario, *, fault: Fault | None = None) -> Localisation:
     """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
 
-    ``fault`` is planted in the cached path alone. Raises `AbilityError` for a subject without taps.
+    ``fault`` is planted in the cached path alone. Without the ability to cast, what is found in a lower dtype
+    is where to look first and no proof. Raises `AbilityError` for a subject without taps.
     """
     subject.require(Ability.TAP)
     top = subject.cast(TOP_RUNG) if Ability.CAST in subject.info.abilities else subject
@@ -96,7 +97,7 @@ class _LiteralTraces:
         whole = self[prefix][site]
         if not whole.is_floating_point():
             return 0.0
-        return structural_limit(self._noise_at(site, prefix), float(whole.abs().max()))
+        return value_limit(whole.dtype, self._noise_at(site, prefix), float(whole.abs().max()))
 
     def _noise_at(self, site: Site, prefix: tuple[int, ...]) -> float:
         """Return what the uncached path itself differs by between a prefix and its continuation by one token.
@@ -109,7 +110,7 @@ class _LiteralTraces:
         if (site, prefix) not in self._noise:
             alone = self[prefix[:-1]][site]
             shared = self[prefix][site].narrow(axis, 0, alone.shape[axis])
-            noise = max(gap_between(alone, shared).size, self._noise_at(site, prefix[:-1]))
+            noise = largest((gap_between(alone, shared).size, self._noise_at(site, prefix[:-1])))
             self._noise[site, prefix] = noise
         return self._noise[site, prefix]
 

@@ -55,6 +55,16 @@ def declared_tolerance(dtype: torch.dtype) -> Tolerance:
     return DECLARED[dtype]
 
 
+def value_limit(dtype: torch.dtype, noise: float, scale: float) -> float:
+    """Return the gap beyond which an intermediate value of this dtype and scale is wrong.
+
+    Below the top rung rounding reaches every value, so there a value only points to where to look.
+    """
+    if dtype is TOP_RUNG:
+        return structural_limit(noise, scale)
+    return ROUNDING_FACTOR.value * max(noise, declared_tolerance(dtype).relative * scale)
+
+
 def structural_limit(noise: float, scale: float) -> float:
     """Return the top-rung gap beyond which a difference is a bug, for values of this scale."""
     return max(noise * NOISE_FACTOR.value, scale * STRUCTURAL_FLOOR.value)

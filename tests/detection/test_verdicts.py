@@ -108,6 +108,23 @@ def test_without_a_top_rung_a_bug_is_not_called_rounding(subject: ReferenceSubje
     assert all(row.top_gap is None and row.cached_error is None for row in report.scenarios[0].rows)
 
 
+def test_rounding_on_the_way_is_no_divergence_without_a_top_rung(subject: ReferenceSubject):
+    """Values in float32 used to be held to float64's limit where the subject could not be cast."""
+    uncast = Without(subject, Ability.CAST)
+    report = audit(uncast, ALL, tolerance=TOLERANCE)
+    assert report.verdict is Verdict.MATCH
+    assert all(localise(uncast, program).divergence is None for program in ALL)
+
+
+@pytest.mark.parametrize("fault", [faults.wrong_position(), faults.wrong_layer(), faults.missing_append()])
+def test_without_a_top_rung_a_fault_is_inconclusive_and_located_all_the_same(
+    subject: ReferenceSubject, fault: Fault
+):
+    (result,) = audit(Without(subject, Ability.CAST), ALL, faults=[fault], tolerance=TOLERANCE).faults
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.right_stage
+
+
 def test_a_fault_that_changes_nothing_is_not_counted_as_caught(subject: ReferenceSubject):
     """The first token is at position 0 anyway: an equivalent mutant."""
     report = audit(subject, [token_by_token(SEQUENCES[0][:1])], faults=[faults.wrong_position()])
