@@ -25,7 +25,6 @@ from kvproof._stages import (
     WRONG_SLOT,
     Site,
     Stage,
-    causal_order,
 )
 from kvproof._trace import Recorder, token_axis
 from kvproof.faults import Fault, MakeTap, no_fault
@@ -58,7 +57,7 @@ def localise(subject: Subject, scenario: Scenario, *, fault: Fault | None = None
     first: _Mismatch | None = None
     logits_differ = False
     for rows, trace in _traced_calls(top, scenario, make_fault):
-        for comparison in _comparisons(literal, rows, trace, top.info.num_layers):
+        for comparison in _comparisons(literal, rows, trace):
             num_values += comparison.actual.numel()
             mismatch = _mismatch(literal, comparison)
             if mismatch is not None:
@@ -125,15 +124,21 @@ class _Comparison:
     actual: Tensor
 
 
-def _comparisons(
-    literal: _LiteralTraces, rows: tuple[Row, ...], trace: Trace, num_layers: int
-) -> Iterator[_Comparison]:
-    """Yield everything that can be compared in one call, in causal order."""
-    for site in causal_order(num_layers):
+def _comparisons(literal: _LiteralTraces, rows: tuple[Row, ...], trace: Trace) -> Iterator[_Comparison]:
+    """Yield everything that can be compared in one call, in the order in which the uncached path computed it."""
+    for site in _in_order(literal[rows[0].prefix]):
         for row in rows:
             pair = _values(site, row, literal[row.prefix], trace)
             if pair is not None:
                 yield _Comparison(site=site, row=row, expected=pair[0], actual=pair[1])
+
+
+def _in_order(trace: Trace) -> Iterator[Site]:
+    """Yield a trace's sites as they were computed, each cache's length before its content."""
+    for site in trace:
+        if site.stage is Stage.CACHE_K:
+            yield Site(Stage.CACHE_LEN, site.layer)
+        yield site
 
 
 def _values(site: Site, row: Row, literal: Trace, trace: Trace) -> tuple[Tensor, Tensor] | None:
@@ -151,7 +156,7 @@ def _values(site: Site, row: Row, literal: Trace, trace: Trace) -> tuple[Tensor,
         return (expected, actual) if row.is_last and expected.shape == actual.shape else None
     axis = token_axis(site.stage)
     assert axis is not None
-    expected, actual = expected.select(axis, -1), actual.select(axis, row.offset)
+    expected, actual = expected.select(axis - 1, -1), actual.select(axis - 1, row.offset)
     if site.stage is Stage.ATTN_WEIGHTS:
         actual = actual[..., : len(row.prefix)]
     return (expected, actual) if expected.shape == actual.shape else None

@@ -27,6 +27,7 @@ class Stage(StrEnum):
     MLP_OUT = "mlp_out"  #: output of the MLP, its norm included
     MLP_RESIDUAL = "mlp_residual"  #: the layer's output
     FINAL_NORM = "final_norm"  #: the last layer's output, normalised
+    MODULE = "module"  #: the output of a named module, for decoders that have no taps of their own
     LOGITS = "logits"  #: the readout
     POLICY = "policy"  #: the token chosen from equal logits
 
@@ -35,27 +36,30 @@ class Stage(StrEnum):
 BEFORE_LAYERS = (Stage.TOKEN, Stage.POSITION, Stage.EMBEDDING)
 AFTER_LAYERS = (Stage.FINAL_NORM, Stage.LOGITS, Stage.POLICY)
 #: Stages that every layer has, in causal order.
-IN_LAYER = tuple(stage for stage in Stage if stage not in BEFORE_LAYERS + AFTER_LAYERS)
+IN_LAYER = tuple(s for s in Stage if s not in (*BEFORE_LAYERS, *AFTER_LAYERS, Stage.MODULE))
 #: Stages whose value covers every cache slot and not only the new tokens.
 OVER_SLOTS = frozenset({Stage.CACHE_K, Stage.CACHE_V})
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A stage at a place: which layer's, or none for the stages outside the layers.
+    """A stage at a place: which layer's, or none for the stages outside the layers, and which module's.
 
     Layers count from 0, as positions do.
     """
 
     stage: Stage
     layer: int | None = None
+    module: str | None = None
 
     def __str__(self) -> str:
+        if self.module is not None:
+            return f"the output of {self.module}"
         return self.stage.value if self.layer is None else f"{self.stage.value} of layer {self.layer}"
 
 
 def causal_order(num_layers: int) -> tuple[Site, ...]:
-    """Return every site of a decoder with ``num_layers`` layers, earliest first."""
+    """Return every site of a decoder of our own stages with ``num_layers`` layers, earliest first."""
     layers = tuple(Site(stage, layer) for layer in range(num_layers) for stage in IN_LAYER)
     return tuple(map(Site, BEFORE_LAYERS)) + layers + tuple(map(Site, AFTER_LAYERS))
 
@@ -79,7 +83,8 @@ LIKELY_CONTRACT: dict[Stage, str] = {
     Stage.MLP_OUT: "MLP or its normalisation",
     Stage.MLP_RESIDUAL: "residual addition after the MLP",
     Stage.FINAL_NORM: "final normalisation",
-    Stage.LOGITS: "tied readout",
+    Stage.MODULE: "what this module computes, or keeps, differs between one call and many",
+    Stage.LOGITS: "readout",
     Stage.POLICY: "policy, tie rule, or generator state: the logits match and the chosen token differs",
 }
 WRONG_LAYER = "wrong layer's cache: each layer must read and append to its own"

@@ -5,7 +5,7 @@ returns. Recording returns the value as it is; planting a fault returns another 
 
 Axes by stage: ``token`` and ``position`` are (batch, new); ``new_q``, ``new_k``, ``new_v`` are
 (batch, head, new, head_dim); ``cache_k`` and ``cache_v`` (batch, head, slot, head_dim); ``attn_weights``
-(batch, head, new, slot); every other stage (batch, new, width), ``logits`` (batch, new, vocab).
+(batch, head, new, slot); every other stage (batch, new, …), ``logits`` (batch, new, vocab).
 """
 
 from collections.abc import Callable
@@ -39,8 +39,11 @@ class Recorder:
         return value
 
 
+_AFTER_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS})
+
+
 def token_axis(stage: Stage) -> int | None:
     """Return the axis along which a stage's value has one entry for each new token, or none."""
     if stage in OVER_SLOTS:
         return None
-    return -1 if stage in (Stage.TOKEN, Stage.POSITION) else -2
+    return 2 if stage in _AFTER_HEADS else 1

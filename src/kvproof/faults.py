@@ -311,7 +311,7 @@ class _Disturbed(_FaultTap):
             return value
         axis = token_axis(site.stage)
         row = self.position if axis is None else self.position - self.start
-        if not 0 <= row < value.shape[-2 if axis is None else axis]:
+        if not 0 <= row < value.shape[2 if axis is None else axis]:
             return value
         value = value.clone()
         if not value.is_floating_point():
@@ -325,7 +325,7 @@ def disturbed(stage: Stage, layer: int | None = None, position: int = 1, amount:
     """Change one component of one token's value at one stage by ``amount``."""
     if (stage in IN_LAYER) != (layer is not None):
         raise UsageError(f"stage {stage.value} {'needs a' if layer is None else 'has no'} layer")
-    if stage in (Stage.TOKEN, Stage.CACHE_LEN, Stage.POLICY):
+    if stage in (Stage.TOKEN, Stage.CACHE_LEN, Stage.MODULE, Stage.POLICY):
         raise UsageError(f"stage {stage.value} cannot be disturbed by an amount")
     site = Site(stage, layer)
     return Fault(

@@ -36,7 +36,7 @@ from kvproof.faults import Fault
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
 from kvproof.scenarios import chunked, interleaved, token_by_token
 
-DISTURBED = [s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, Stage.POLICY)]
+DISTURBED = [s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, Stage.MODULE, Stage.POLICY)]
 PLACES = [(s, layer) for s in DISTURBED for layer in ((0, 1) if s in IN_LAYER else (None,))]
 
 

@@ -1,0 +1,48 @@
+"""True float64: what computes in a lower type inside a float64 model computes in float64 instead.
+
+Casting a model's weights is not enough. Norms, rotary tables, softmax and routers of real models ask for
+float32 by name, which leaves about 1e-6 of rounding where float64 alone would leave 1e-14: enough to hide a
+bug of that size, or to be taken for one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+_LOWER_NAMES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
+
+
+class TrueFloat64(TorchFunctionMode):
+    """While it is entered, every request for a lower float type is a request for float64.
+
+    Rewritten are ``dtype`` arguments of any torch function, ``.float()``, ``.half()`` and ``.bfloat16()``,
+    and type names. Enter it around a forward alone: a model that is built, or a fault that is planted,
+    inside it would not be the one that runs outside.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one torch function with its dtype arguments raised."""
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].to(torch.float64)
+        raised = tuple(map(_raised, args))
+        return func(*raised, **{name: _raised(value) for name, value in kwargs.items()})
+
+
+def _raised(value: Any) -> Any:
+    """Return float64 for a lower float type, and anything else as it is."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _LOWER else value
+    if isinstance(value, str):
+        return "torch.DoubleTensor" if value in _LOWER_NAMES else value
+    return value

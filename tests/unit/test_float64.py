@@ -1,0 +1,62 @@
+"""True float64 raises every way to ask for a lower float type, and nothing else."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvproof._float64 import TrueFloat64
+
+LOWERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "float()": lambda x: x.float(),
+    "half()": lambda x: x.half(),
+    "bfloat16()": lambda x: x.bfloat16(),
+    "to(dtype)": lambda x: x.to(torch.float32),
+    "to(dtype=)": lambda x: x.to(dtype=torch.bfloat16),
+    "to(device, dtype)": lambda x: x.to("cpu", torch.float16),
+    "type(dtype)": lambda x: x.type(torch.float32),
+    "type(name)": lambda x: x.type("torch.FloatTensor"),
+    "softmax(dtype=)": lambda x: torch.softmax(x, dim=-1, dtype=torch.float32),
+    "functional softmax(dtype=)": lambda x: nn.functional.softmax(x, dim=-1, dtype=torch.float32),
+    "cumsum(dtype=)": lambda x: x.cumsum(0, dtype=torch.float32),
+    "sum(dtype=)": lambda x: x.sum(dtype=torch.float32),
+    "arange(dtype=)": lambda x: torch.arange(4, dtype=torch.float32),
+    "zeros(dtype=)": lambda x: torch.zeros(4, dtype=torch.float16),
+    "tensor(dtype=)": lambda x: torch.tensor([0.1, 0.2], dtype=torch.float32),
+    "full_like(dtype=)": lambda x: torch.full_like(x, 0.1, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("ask", LOWERED.values(), ids=LOWERED)
+def test_every_way_to_ask_for_a_lower_float_type_gives_float64(ask: Callable[[Tensor], Tensor]):
+    x = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert ask(x).dtype in (torch.float32, torch.float16, torch.bfloat16), "outside, the request is honoured"
+    with TrueFloat64():
+        assert ask(x).dtype is torch.float64
+    assert ask(x).dtype is not torch.float64, "the mode is left behind"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.complex128, torch.float64])
+def test_other_types_stay_what_they_are(dtype: torch.dtype):
+    with TrueFloat64():
+        assert torch.zeros(2).to(dtype).dtype is dtype
+
+
+class CastingNorm(nn.Module):
+    """A norm as real models write it: computed in float32, given back in the input's type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_a_cast_inside_a_model_costs_six_digits_without_the_mode_and_none_with_it():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 16, dtype=torch.float64, generator=generator)
+    exact = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    residue = (CastingNorm()(x) - exact).abs().max()
+    with TrueFloat64():
+        raised = (CastingNorm()(x) - exact).abs().max()
+    assert 1e-9 < residue < 1e-5
+    assert raised <= 1e-15
