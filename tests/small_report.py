@@ -218,6 +218,7 @@ REPORT = Report(
             ),
             largest_gap=2e-5,
             num_values_compared=12,
+            reason=None,
             divergence=None,
         ),
         ScenarioResult(
@@ -235,6 +236,7 @@ REPORT = Report(
             ),
             largest_gap=1e-6,
             num_values_compared=0,
+            reason=None,
             divergence=None,
         ),
     ),

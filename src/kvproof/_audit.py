@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvproof._compare import Evidence, gap_between, judge, largest
-from kvproof._errors import UsageError
+from kvproof._errors import SubjectError, UsageError
 from kvproof._localise import localise
 from kvproof._machine import environment
 from kvproof._numerics import CONSTANTS, TOP_RUNG, declared_tolerance
@@ -53,7 +53,8 @@ def audit(
     value on the way, because errors may cancel in the logits; without it, values are compared only in
     programs whose logits diverge. ``on_scenario`` is told what is being run.
 
-    What a session refuses or a decoder raises comes through.
+    A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
+    inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
     """
     programs = list(scenarios)
     if not programs:
@@ -110,10 +111,20 @@ class Auditor:
         the subject cannot be cast, values on the way are looked at only to locate what the rows show.
         """
         certain = Ability.CAST in self.subject.info.abilities
+        missing = sorted(
+            {a.value for program in programs for a in program.needs}
+            - {a.value for a in self.subject.info.abilities}
+        )
+        if missing:
+            return _not_checked(programs[0].name, f"the subject lacks the ability: {', '.join(missing)}")
         rows: list[RowResult] = []
-        num_values, divergence = 0, None
+        num_values, divergence, reason = 0, None, None
         for program in programs:
-            program_rows = list(self._judged_rows(program, fault))
+            try:
+                program_rows = list(self._judged_rows(program, fault))
+            except SubjectError as error:
+                reason = str(error)
+                break
             rows += program_rows
             suspect = not worst([row.verdict for row in program_rows]).passes
             looked = divergence is not None or Ability.TAP not in self.subject.info.abilities
@@ -121,9 +132,13 @@ class Auditor:
                 located = localise(self.subject, program, fault=fault)
                 num_values += located.num_values
                 divergence = located.divergence
+        verdicts = [row.verdict for row in rows]
+        if reason is not None:  # what raised proves nothing of the rows that it did not give
+            verdicts.append(Verdict.INCONCLUSIVE)
         return ScenarioResult(
             name=programs[0].name,
-            verdict=Verdict.DIVERGED if divergence and certain else worst([row.verdict for row in rows]),
+            verdict=Verdict.DIVERGED if divergence and certain else worst(verdicts),
+            reason=reason,
             rows=tuple(rows),
             largest_gap=largest(row.gap for row in rows),
             num_values_compared=num_values,
@@ -141,7 +156,7 @@ class Auditor:
             expected_stage=fault.first_stage,
             verdict=result.verdict,
             largest_gap=result.largest_gap,
-            tolerance=max(row.allowed for row in result.rows),
+            tolerance=max((row.allowed for row in result.rows), default=0.0),
             num_rows_beyond=len(beyond),
             margin=result.largest_gap / clean_gap if clean_gap else float("inf"),
             divergence=divergence,
@@ -262,6 +277,30 @@ class Oracle:
                 noise = largest((noise, gap_between(literal, self._pass(sequence)[end - 1]).size))
             self._noise[prefix] = largest((noise, self._noise.get(prefix, 0.0)))
             self._longest.setdefault(prefix, sequence)
+
+
+def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return two sequences of random ids, drawn from the seed alone; raise `UsageError` past the context."""
+    if length > subject.info.context_len:
+        raise UsageError(
+            f"{length} tokens are more than the context of {subject.info.context_len} that "
+            f"{subject.info.name} accepts"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, subject.info.vocab_size, (2, length), generator=generator).tolist()
+    return tuple(ids[0]), tuple(ids[1])
+
+
+def _not_checked(name: str, reason: str) -> ScenarioResult:
+    return ScenarioResult(
+        name=name,
+        verdict=Verdict.NOT_CHECKED,
+        rows=(),
+        largest_gap=0.0,
+        num_values_compared=0,
+        divergence=None,
+        reason=reason,
+    )
 
 
 def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:

@@ -40,7 +40,7 @@ def gap_between(expected: Tensor, actual: Tensor) -> Gap:
         e = torch.where(e.isfinite(), e, 0.0)
     flat = int(difference.argmax())
     size = float(difference.flatten()[flat])
-    if size == _BOTH_NAN and bool(expected.flatten()[flat].isnan()):
+    if size == _BOTH_NAN and bool((expected.isnan() & actual.isnan()).any()):
         size = math.nan
     return Gap(
         size=size,

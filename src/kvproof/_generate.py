@@ -181,16 +181,17 @@ def choose(
 
     Greedy keeps the most likely ids in order of rank, draws nothing, and takes the first. `Sample` keeps
     ``top_k`` in order of id and draws an index from ``generator``, whose state moves on. Raises `SubjectError`
-    for a row that holds NaN: nothing can be ranked.
+    for a row in which nothing can be chosen: one that holds NaN or infinity, or nothing finite. Entries of minus
+    infinity, as masked vocabulary entries are, have probability 0.
     """
-    if bool(row.isnan().any()):
-        raise SubjectError("the logits hold NaN, so no token can be chosen from them")
+    row = row.to(torch.float32)
+    if bool(row.isnan().any()) or not math.isfinite(float(row.max())):
+        raise SubjectError("the logits hold NaN, infinity or nothing finite, so no token can be chosen from them")
     if isinstance(policy, Greedy):
-        probabilities = row.to(torch.float32).softmax(dim=-1)
+        probabilities = row.softmax(dim=-1)
         return [(i, float(probabilities[i])) for i in ranked(row)[:NUM_TOP]], None
-    full = row.to(torch.float32)
-    scaled = (full - full.max()) / policy.temperature  # softmax does not feel the shift, and overflow does
-    kept = sorted(ranked(scaled)[: policy.top_k])
+    kept = sorted(ranked(row)[: policy.top_k])
+    scaled = (row - row.max()) / policy.temperature  # softmax does not feel the shift, and overflow does
     probabilities = scaled[kept].softmax(dim=-1)
     draw = int(torch.multinomial(probabilities, 1, generator=generator))
     return [(i, float(p)) for i, p in zip(kept, probabilities, strict=True)], draw

@@ -59,10 +59,8 @@ def localise(subject: Subject, scenario: Scenario, *, fault: Fault | None = None
     for rows, trace in _traced_calls(top, scenario, make_fault):
         for comparison in _comparisons(literal, rows, trace):
             num_values += comparison.actual.numel()
-            mismatch = _mismatch(literal, comparison)
-            if mismatch is not None:
-                first = first or mismatch
-                logits_differ |= comparison.site.stage is Stage.LOGITS
+            first = first or _mismatch(literal, comparison)
+        logits_differ |= any(literal.logits_differ(row) for row in rows)
     divergence = _describe(top, scenario, literal, first, logits_differ) if first else None
     return Localisation(divergence=divergence, num_values=num_values)
 
@@ -82,14 +80,21 @@ class _LiteralTraces:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.traces: dict[tuple[int, ...], Trace] = {}
+        self._rows: dict[tuple[int, ...], Tensor] = {}
         self._noise: dict[tuple[Site, tuple[int, ...]], float] = {}
 
     def __getitem__(self, prefix: tuple[int, ...]) -> Trace:
         if prefix not in self.traces:
             recorder = Recorder()
-            self.subject.rows(prefix, tap=recorder)
+            self._rows[prefix] = self.subject.rows(prefix, tap=recorder)[-1]
             self.traces[prefix] = recorder.values
         return self.traces[prefix]
+
+    def logits_differ(self, row: Row) -> bool:
+        """Return whether a cached row of logits is further from the uncached one than its dtype allows."""
+        expected = self._rows[row.prefix]
+        gap = gap_between(expected, row.logits)
+        return not gap.size <= value_limit(expected.dtype, 0.0, gap.scale)
 
     def limit(self, site: Site, prefix: tuple[int, ...]) -> float:
         """Return the gap beyond which a value at a site is wrong; integers must be equal."""

@@ -37,22 +37,21 @@ def run_program(subject: Subject, scenario: Scenario, make_tap: MakeTap = no_fau
     comes through.
     """
     tap = make_tap()
-    sessions = [(subject.session(batch=scenario.batch, tap=tap), tap)]
+    sessions = [(subject.session(batch=scenario.batch, tap=tap, needs=scenario.needs), tap)]
     for operation in scenario.operations:
         if isinstance(operation, Extend):
             session, tap = sessions[operation.session]
             yield _extend(session, operation, tap)
         else:
-            _apply(subject, operation, sessions, make_tap)
+            _apply(subject, scenario, operation, sessions, make_tap)
 
 
 def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
-    start = len(session)
     logits = session.extend(operation.ids)
     num_new = logits.shape[1]
     rows = tuple(
         Row(
-            prefix=ids[: start + offset + 1],
+            prefix=ids[: len(ids) - num_new + offset + 1],
             batch_row=batch_row,
             offset=offset,
             is_last=offset == num_new - 1,
@@ -60,17 +59,22 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
         )
         for offset in range(num_new)
         for batch_row, ids in enumerate(session.ids)
+        if offset >= num_new - len(operation.ids[batch_row])  # what stands before a shorter row is padding
     )
     return Call(rows=rows, tap=tap)
 
 
 def _apply(
-    subject: Subject, operation: Operation, sessions: list[tuple[Session, Tap]], make_tap: MakeTap
+    subject: Subject,
+    scenario: Scenario,
+    operation: Operation,
+    sessions: list[tuple[Session, Tap]],
+    make_tap: MakeTap,
 ) -> None:
     match operation:
         case Open(batch=batch):
             tap = make_tap()
-            sessions.append((subject.session(batch=batch, tap=tap), tap))
+            sessions.append((subject.session(batch=batch, tap=tap, needs=scenario.needs), tap))
         case Fork(session=index):
             tap = make_tap()
             sessions.append((sessions[index][0].fork(tap=tap), tap))

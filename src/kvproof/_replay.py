@@ -78,14 +78,13 @@ def replay(run: Run, subject: Subject, tolerance: Tolerance | None = None) -> Re
 def _check_header(header: Header, subject: Subject) -> None:
     if header.subject_digest != subject.info.digest:
         raise UsageError(
-            f"the ledger was made by a model with digest {header.subject_digest[:16]}…, and this one has "
-            f"{subject.info.digest[:16]}…: give the recorded model's checkpoint"
+            f"the ledger was made by a model with digest {printable(header.subject_digest)[:16]}…, and "
+            f"this one has {subject.info.digest[:16]}…: give the recorded model's checkpoint"
         )
     if header.dtype != subject.info.dtype:
         raise UsageError(
-            f"the ledger was made in {header.dtype}, and this model computes in {subject.info.dtype}"
+            f"the ledger was made in {printable(header.dtype)}, and this model computes in {subject.info.dtype}"
         )
-
     try:
         check_ids(header.prompt, subject.info)
         check_context(0, len(header.prompt), subject.info)
@@ -125,10 +124,10 @@ class _Replay:
             yield from self._same("consumed", step.consumed, pending)
             yield from self._same("consumed_tokens", step.consumed_tokens, self.subject.decode(pending))
             if step.generator_before != state:
-                seeded = (
-                    f"the state that seed {self.policy.seed} starts from" if self.policy.kind == "sample" else ""
-                )
-                yield self._problem("generator_before", step.generator_before, state if index else seeded)
+                wanted: object = state
+                if index == 0 and isinstance(self.policy, Sample):
+                    wanted = f"the state that seed {self.policy.seed} starts from"
+                yield self._problem("generator_before", step.generator_before, wanted)
             yield from self._step(step)
             state, pending = step.generator_after, (step.chosen,)
         if self.run.end is not None:
@@ -165,7 +164,11 @@ class _Replay:
                 yield self._problem("logits_digest", step.logits_digest, row_digest(row))
             if self.exact:
                 yield from self._same("ids of top_logits", _ids(step.top_logits), _top(row, step))
-        yield from self._same("number of top_logits", len(step.top_logits), min(NUM_TOP, len(row)))
+        yield from self._same(
+            "number of top_logits", len({e.id for e in step.top_logits}), min(NUM_TOP, len(row))
+        )
+        values = [entry.value for entry in step.top_logits]
+        yield from self._same("order of top_logits", values, sorted(values, reverse=True))
         for entry in step.top_logits:
             if not 0 <= entry.id < len(row):
                 yield self._problem("top_logits", f"id {entry.id}", f"an id below {len(row)}")

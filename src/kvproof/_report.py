@@ -131,6 +131,7 @@ class ScenarioResult:
     rows: tuple[RowResult, ...]
     largest_gap: float
     num_values_compared: int  #: intermediate values compared at the top rung
+    reason: str | None  #: why nothing, or not everything, was compared
     divergence: Divergence | None
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from kvproof.render.terminal import Look
 
 #: Exit statuses that no verdict uses.
-EXIT_USAGE, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 70, 73, 130
+EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 5, 70, 73, 130
 #: What `--without` takes; the same as ``kvproof._milestone.SWITCHES``, which a test holds it to.
 SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -33,7 +35,8 @@ def cli() -> None:
 
     \b
     Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage; 3 inconclusive;
-    4 vacuous; 70 an error inside kvproof; 73 a result that could not be written; 130 interrupted.
+    4 vacuous; 5 a required scenario was not checked; 70 an error inside kvproof; 73 a result that could
+    not be written; 130 interrupted.
     """
 
 
@@ -73,19 +76,72 @@ def milestone(
 
         source = str(checkpoint) if checkpoint else "trained"
         report = run(weights, source=source, without=without, on_stage=progress.stage)
-    status = report.exit_status
     outputs: list[Callable[[], None]] = [lambda: _print_report(report, as_json=as_json, quiet=quiet)]
     if save_checkpoint is not None:
         outputs.append(lambda: _save(weights, save_checkpoint))
     if report_dir is not None:
         outputs.append(lambda: _write_report(report, weights, report_dir))
-    for write in outputs:  # one that fails does not lose the others
-        try:
-            write()
-        except OutputError as error:
-            _complain(str(error))
-            status = status or EXIT_OUTPUT
-    sys.exit(status)
+    sys.exit(_written(outputs, report.exit_status))
+
+
+@cli.command()
+@click.argument("target")
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Declared dtype.")
+@click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
+@click.option("--attention", type=click.Choice(["eager", "sdpa"]), default="eager", show_default=True)
+@click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
+@click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
+@click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
+@click.option("--list", "as_list", is_flag=True, help="List the scenarios and what each exposes.")
+@click.option("--report", "report_file", type=_FILE, help="Write the report as JSON to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
+def audit(
+    target: str,
+    dtype: str,
+    length: int,
+    seed: int,
+    attention: str,
+    scenario: tuple[str, ...],
+    skip: tuple[str, ...],
+    require: tuple[str, ...],
+    as_list: bool,
+    report_file: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare the cached with the uncached path of TARGET in every scenario.
+
+    TARGET is a folder with a transformers model (safetensors), or random:TYPE for a tiny random model of any
+    causal type that transformers knows. Needs kvproof[transformers].
+    """
+    from kvproof.scenarios import catalogue, named
+
+    if as_list:
+        for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
+            click.echo(f"{entry.name:20} {entry.exposes}")
+        return
+    from kvproof._audit import audit as run
+    from kvproof._audit import random_sequences
+    from kvproof.subjects._targets import load_target
+
+    with _progress(quiet) as progress:
+        progress.stage(f"loading {target}")
+        subject = load_target(target, dtype=dtype, seed=seed, attention=attention)
+        programs = catalogue(*random_sequences(subject, length, seed))
+        chosen = named(programs, only=scenario, without=skip)
+        report = run(subject, chosen, all_values=False, on_scenario=progress.stage)
+    outputs: list[Callable[[], None]] = [lambda: _print_report(report, as_json=as_json, quiet=quiet)]
+    if report_file is not None:
+        outputs.append(lambda: _write_json(report, report_file))
+    status = report.exit_status
+    checked = {s.name for s in report.scenarios if s.verdict.value != "not-checked"}
+    for name in require:
+        if name not in checked:
+            _complain(f"scenario {name!r} was required and not checked")
+            status = status or EXIT_REQUIRED
+    sys.exit(_written(outputs, status))
 
 
 @cli.command()
@@ -104,6 +160,7 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
     """
     from kvproof._errors import LedgerError
     from kvproof._ledger import parse_ledger
+    from kvproof._text import printable
 
     try:
         record = parse_ledger(ledger.read_text("utf-8"), str(ledger))
@@ -131,8 +188,10 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
     if not quiet:
         bits = "to the last bit" if result.bit_identical else "within the tolerance"
         end = record.run.end
-        click.echo(f"{ledger}: all {result.num_lines} lines replay through both paths, logits {bits}.")
-        click.echo(f"{end.tokens if end else ''}")
+        _print(
+            f"{ledger}: all {result.num_lines} lines replay through both paths, logits {bits}.\n"
+            f"{printable(end.tokens) if end else ''}\n"
+        )
 
 
 class Progress:
@@ -148,7 +207,7 @@ class Progress:
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress]:
     """Show progress on standard error, where that is a terminal and the caller did not ask for quiet."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield Progress()
         return
     from rich.console import Console
@@ -198,6 +257,24 @@ def _load(path: Path) -> "Checkpoint":
     return load_checkpoint(path)
 
 
+def _written(outputs: list[Callable[[], None]], status: int) -> int:
+    """Run every output; one that fails does not lose the others, and shows in the exit status."""
+    for write in outputs:
+        try:
+            write()
+        except OutputError as error:
+            _complain(str(error))
+            status = status or EXIT_OUTPUT
+    return status
+
+
+def _write_json(report: "Report", path: Path) -> None:
+    from kvproof._files import write_whole
+    from kvproof.render.json import render
+
+    write_whole(path, render(report).encode())
+
+
 def _save(weights: "Checkpoint", path: Path) -> None:
     from kvproof.reference import save_checkpoint
 
@@ -216,9 +293,16 @@ def _print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
 
         width, look = _terminal()
         text = render(report, width=width, look=look)
+    _print(text)
+
+
+def _print(text: str) -> None:
+    """Print text as it is; a closed pipe or a full disk raises `OutputError`."""
     try:
         click.echo(text, nl=False, color=True)
-    except OSError as error:  # a closed pipe, a full disk
+        if sys.stdout is None:
+            raise OutputError("cannot write to standard output: it is closed")
+    except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it when it exits
         raise OutputError(f"cannot write to standard output: {error.strerror}") from error
 
@@ -229,7 +313,7 @@ def _terminal() -> "tuple[int, Look]":
     from kvproof.render.terminal import Look
 
     forced = bool(os.environ.get("FORCE_COLOR"))
-    if not sys.stdout.isatty() and not forced:
+    if (sys.stdout is None or not sys.stdout.isatty()) and not forced:
         return 100, Look.PLAIN
     width = max(80, shutil.get_terminal_size((100, 24)).columns)
     return width, Look.MONO if os.environ.get("NO_COLOR") else Look.COLOUR
@@ -238,7 +322,6 @@ def _terminal() -> "tuple[int, Look]":
 def _write_report(report: "Report", weights: "Checkpoint", folder: Path) -> None:
     from kvproof._files import write_whole
     from kvproof._ledger import ledger_lines
-    from kvproof.render.json import render
 
     assert report.milestone is not None
     try:
@@ -249,11 +332,13 @@ def _write_report(report: "Report", weights: "Checkpoint", folder: Path) -> None
         lines = "".join(f"{line}\n" for line in ledger_lines(pair.cached))
         write_whole(folder / f"{pair.name}.jsonl", lines.encode())
     _save(weights, folder / "checkpoint.safetensors")
-    write_whole(folder / "report.json", render(report).encode())
+    _write_json(report, folder / "report.json")
 
 
 def _complain(message: str) -> None:
-    click.echo(f"kvproof: {message}", err=True)
+    """Say what is wrong on standard error; where that is closed or full, the exit status says it alone."""
+    with suppress(OSError):
+        click.echo(f"kvproof: {message}", err=True)
 
 
 def main() -> None:
@@ -265,7 +350,8 @@ def _status_of(run: Callable[[], object]) -> int:
     try:
         run()
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted; no file was left half-written")
@@ -279,6 +365,10 @@ def _status_of(run: Callable[[], object]) -> int:
     except KvproofError as error:
         _complain(f"{type(error).__name__}: {error}")
         return EXIT_INTERNAL
+    except OSError as error:  # from printing help
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it when it exits
+        _complain(f"cannot write to standard output: {error.strerror}")
+        return EXIT_OUTPUT
     except Exception:
         traceback.print_exc()
         _complain("this is an error inside kvproof, not in what it was given")

@@ -4,7 +4,6 @@ A policy knows no model and holds no state. The generator that a seeded policy d
 request, and its state is recorded at every step.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,8 +40,9 @@ class Sample:
     seed: int | None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UsageError(f"temperature must be finite and above 0, not {self.temperature}; use Greedy()")
+        # Beyond this range float32 logits divided by the temperature are all equal, or none but the largest is 0.
+        if not 1e-30 <= self.temperature <= 1e30:
+            raise UsageError(f"temperature must lie in 1e-30..1e30, not {self.temperature}; or use Greedy()")
         if self.top_k < 1:
             raise UsageError(f"top_k must be at least 1, not {self.top_k}")
         if self.seed is not None and not 0 <= self.seed < 2**63:

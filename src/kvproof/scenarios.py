@@ -21,11 +21,12 @@ class Ability(StrEnum):
     CROP = "crop"  #: forget the newest tokens
     FORK = "fork"  #: continue one prefix twice
     REORDER = "reorder"  #: permute, repeat or drop batch rows
+    PAD = "pad"  #: start a session with rows of unequal length, padded on the left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extend:
-    """Feed each batch row its new tokens in one call."""
+    """Feed each batch row its new tokens in one call; rows of unequal length may only start a session."""
 
     ids: tuple[tuple[int, ...], ...]
     session: int = 0
@@ -152,6 +153,112 @@ def interleaved(first: Sequence[int], second: Sequence[int]) -> Scenario:
         exposes="state that requests share",
         operations=(Open(), *turns),
     )
+
+
+def multi_turn(sequence: Sequence[int]) -> Scenario:
+    """Consume a prompt, answer token by token, take a second prompt on the warm cache, and answer again."""
+    quarter = max(1, len(sequence) // 4)
+    first, answer, second, rest = (
+        sequence[:quarter],
+        sequence[quarter : 2 * quarter],
+        sequence[2 * quarter : 3 * quarter],
+        sequence[3 * quarter :],
+    )
+    parts = [tuple(first), *((t,) for t in answer), tuple(second), *((t,) for t in rest)]
+    return Scenario(
+        name="multi-turn",
+        exposes="a second prompt on a warm cache",
+        operations=tuple(Extend(ids=(part,)) for part in parts if part),
+    )
+
+
+def batch_of(name: str, exposes: str, rows: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> Scenario:
+    """Start a session with several rows, of any lengths, and continue them together."""
+    needs = {Ability.BATCH} if len(set(map(len, rows))) == 1 else {Ability.BATCH, Ability.PAD}
+    operations = [Extend(ids=tuple(map(tuple, rows)))]
+    operations += [Extend(ids=tuple((token,) for token in step)) for step in zip(*steps, strict=True)]
+    return Scenario(
+        name=name, exposes=exposes, operations=tuple(operations), needs=frozenset(needs), batch=len(rows)
+    )
+
+
+def beam_reorder(prefix: Sequence[int], orders: Sequence[Sequence[int]], tokens: Sequence[int]) -> Scenario:
+    """Run several rows of one prefix and let them take each other's place between steps."""
+    batch = len(orders[0])
+    operations: list[Operation] = [Extend(ids=(tuple(prefix),) * batch)]
+    for number, order in enumerate(orders):
+        step = tuple((tokens[(number + row) % len(tokens)],) for row in range(batch))
+        operations += [Extend(ids=step), Reorder(rows=tuple(order))]
+    operations.append(Extend(ids=tuple((tokens[row % len(tokens)],) for row in range(batch))))
+    return Scenario(
+        name="beam reorder",
+        exposes="state that stays behind when rows move",
+        operations=tuple(operations),
+        needs=frozenset({Ability.BATCH, Ability.REORDER}),
+        batch=batch,
+    )
+
+
+def buffer_reuse(first: Sequence[int], second: Sequence[int]) -> Scenario:
+    """Run one request, reset, and run another in the same session."""
+    return Scenario(
+        name="buffer reuse",
+        exposes="what a reset leaves behind",
+        operations=(
+            Extend(ids=(tuple(first),)),
+            Reset(),
+            *(Extend(ids=((token,),)) for token in second),
+        ),
+    )
+
+
+def catalogue(sequence: Sequence[int], other: Sequence[int]) -> tuple[Scenario, ...]:
+    """Return every named scenario over two token sequences of one length, at least 8.
+
+    A name may stand more than once, with other split points; an audit reports it once.
+    """
+    n = len(sequence)
+    if n < 8 or len(other) != n:
+        raise UsageError(
+            f"the catalogue needs two sequences of one length of at least 8, not {n} and {len(other)}"
+        )
+    half, third = n // 2, n // 3
+    return (
+        token_by_token(sequence),
+        *(prefill_and_steps(sequence, split) for split in (1, half, n - 1)),
+        *(chunked(sequence, size) for size in (2, third)),
+        multi_turn(sequence),
+        rollback(sequence[:half], 0, other[:third]),
+        rollback(sequence[:half], half - 1, other[:third]),
+        rollback(sequence, third, other[third : third + 4]),
+        fork(sequence[:half], sequence[half : half + 3], other[half : half + 3]),
+        interleaved(sequence[:half], other[:half]),
+        batch_of(
+            "batch",
+            "rows that feel each other",
+            (sequence[:half], other[:half]),
+            (sequence[half : half + 3], other[half : half + 3]),
+        ),
+        batch_of(
+            "left-padded batch",
+            "padding that is attended to, or counted as a position",
+            (sequence[:half], other[:third], sequence[:2]),
+            (sequence[half : half + 3], other[third : third + 3], sequence[2:5]),
+        ),
+        beam_reorder(sequence[:half], ((1, 0, 2), (2, 2, 0)), other[:5]),
+        buffer_reuse(other[:half], sequence[:half]),
+    )
+
+
+def named(
+    scenarios: Sequence[Scenario], *, only: Sequence[str] = (), without: Sequence[str] = ()
+) -> tuple[Scenario, ...]:
+    """Return the scenarios of these names, or all but some; raise `UsageError` for a name that is not there."""
+    names = list(dict.fromkeys(scenario.name for scenario in scenarios))
+    for name in (*only, *without):
+        if name not in names:
+            raise UsageError(f"no scenario {name!r}; there are: {', '.join(names)}")
+    return tuple(s for s in scenarios if (not only or s.name in only) and s.name not in without)
 
 
 def longest_sequences(scenario: Scenario) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from kvproof.reference import Checkpoint, save_checkpoint
 from kvproof.reference.corpus import BOS_ID, EOS_ID
 from kvproof.subjects import ReferenceSubject
 
-from .ledgers import Lines
+from .ledgers import Lines, text_of
 from .running import Outcome, run
 
 
@@ -126,7 +126,7 @@ def replayed(
 
     def replay(ledger: str | bytes | Lines) -> Outcome:
         if isinstance(ledger, list):
-            ledger = "".join(f"{json.dumps(line)}\n" for line in ledger)
+            ledger = text_of(ledger)
         scratch.write_bytes(ledger if isinstance(ledger, bytes) else ledger.encode())
         return run("replay", scratch, "--checkpoint", saved)
 

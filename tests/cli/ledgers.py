@@ -14,6 +14,10 @@ def lines_of(text: str) -> Lines:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def text_of(lines: Lines) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
 def edited(text: str, line: int, path: tuple[str | int, ...], edit: Any) -> Lines:
     """Return the ledger's lines with one member changed; ``line`` counts from 1, ``edit`` may be a function."""
     lines = lines_of(text)

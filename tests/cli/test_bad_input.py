@@ -2,19 +2,22 @@
 
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvproof._errors import CheckpointError, ContextError, SessionError, TokenError, TrainingError
-from kvproof.reference import Checkpoint, Decoder, DecoderConfig, save_checkpoint
+from kvproof._errors import CheckpointError, ContextError, SessionError, TokenError, TrainingError, UsageError
+from kvproof.reference import Checkpoint, Decoder, DecoderConfig, load_checkpoint, save_checkpoint
+from kvproof.reference.checkpoint import _metadata_digest
 from kvproof.subjects import ReferenceSubject
 
 from .running import run
@@ -129,6 +132,104 @@ def test_a_checkpoint_with_altered_metadata_is_refused(
     save_file(tensors, path, {**metadata, member: value})
     outcome = run("milestone", "--checkpoint", path)
     assert outcome.refused(path, problem), outcome
+
+
+Changes = dict[str, str | None]
+
+
+@pytest.fixture
+def resealed(saved: Path, tmp_path: Path) -> Callable[[Changes, dict[str, torch.Tensor | None]], Path]:
+    """Write the checkpoint with changes, None to take away, and the digest of the metadata that results."""
+
+    def write(metadata: Changes, weights: dict[str, torch.Tensor | None]) -> Path:
+        with safe_open(saved, framework="pt") as file:
+            old, tensors = file.metadata(), {name: file.get_tensor(name) for name in list(file.keys())}
+        new = {name: value for name, value in {**old, **metadata}.items() if value is not None}
+        new["metadata_digest"] = _metadata_digest(new)
+        path = tmp_path / "resealed.safetensors"
+        save_file({name: w for name, w in {**tensors, **weights}.items() if w is not None}, path, new)
+        return path
+
+    return write
+
+
+def test_a_checkpoint_that_is_resealed_without_a_change_loads(
+    resealed: Callable[..., Path], checkpoint: Checkpoint
+):
+    assert load_checkpoint(resealed({}, {})).digest == checkpoint.digest
+
+
+UNREADABLE = "has metadata that cannot be read: "
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("member", "value", "problem"),
+    [
+        *((name, None, f"lacks '{name}' in its metadata") for name in ("config", "vocabulary", "patterns")),
+        *((name, None, f"lacks '{name}' in its metadata") for name in ("seed", "loss", "digest")),
+        ("seed", "x", f"{UNREADABLE}invalid literal for int() with base 10: 'x'"),
+        ("seed", "1.5", f"{UNREADABLE}invalid literal for int() with base 10: '1.5'"),
+        ("seed", "", f"{UNREADABLE}invalid literal for int() with base 10: ''"),
+        ("loss", "small", f"{UNREADABLE}could not convert string to float: 'small'"),
+        ("config", "{", UNREADABLE),
+        ("config", "", UNREADABLE),
+        ("patterns", "A B D", UNREADABLE),
+        ("vocabulary", "[", UNREADABLE),
+        ("loss", "nan", "records a loss of nan"),
+        ("loss", "inf", "records a loss of inf"),
+        ("loss", "-inf", "records a loss of -inf"),
+        ("config", '{"num_layers": 3}', "holds a decoder of configuration {'num_layers': 3}, not "),
+        ("patterns", '["A B D"]', "was trained on patterns ['A B D'] over "),
+        ("vocabulary", '["<bos>"]', "over ['<bos>'], not on this corpus"),
+        ("digest", "0" * 64, f"{ALTERED_WEIGHTS} "),
+    ],
+)
+def test_metadata_that_is_wrong_under_a_digest_that_is_right_is_refused(
+    member: str, value: str | None, problem: str, resealed: Callable[..., Path]
+):
+    """What was missing or unreadable ended in a traceback, and a loss that is not finite was taken."""
+    path = resealed({member: value}, {})
+    outcome = run("milestone", "--checkpoint", path)
+    assert outcome.refused(f"kvproof: {path} ", problem), outcome
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("name", "weight", "problem"),
+    [
+        ("final_norm.bias", None, " lacks weight 'final_norm.bias'"),
+        ("token_embedding.weight", None, " lacks weight 'token_embedding.weight'"),
+        ("blocks.2.mlp.2.bias", torch.ones(4), " has an unknown weight 'blocks.2.mlp.2.bias'"),
+        ("final\n_norm", torch.ones(4), r" has an unknown weight 'final\n_norm'"),
+        ("final_norm.bias", torch.ones(5), "torch.float32 of shape (5,), not torch.float32 of shape (4,)"),
+        ("final_norm.bias", torch.ones(1, 4), "torch.float32 of shape (1, 4), not torch.float32 of shape (4,)"),
+        ("final_norm.bias", torch.tensor(1.0), "torch.float32 of shape (), not torch.float32 of shape (4,)"),
+        ("final_norm.bias", torch.ones(0), "torch.float32 of shape (0,), not torch.float32 of shape (4,)"),
+        (
+            "blocks.0.mlp.0.weight",
+            torch.ones(4, 32),
+            "torch.float32 of shape (4, 32), not torch.float32 of shape (32, 4)",
+        ),
+        (
+            "final_norm.bias",
+            torch.ones(4, dtype=torch.float64),
+            "torch.float64 of shape (4,), not torch.float32 of shape (4,)",
+        ),
+        (
+            "final_norm.bias",
+            torch.ones(4, dtype=torch.int32),
+            "torch.int32 of shape (4,), not torch.float32 of shape (4,)",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_decoders_are_refused_by_name(
+    name: str, weight: torch.Tensor | None, problem: str, resealed: Callable[..., Path]
+):
+    """Torch's own message ran over several lines, and a weight of another dtype was cast without a word."""
+    path = resealed({}, {name: weight})
+    outcome = run("milestone", "--checkpoint", path)
+    assert outcome.refused(f"kvproof: {path}", repr(name), problem), outcome
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -262,19 +363,33 @@ def test_training_that_misses_its_loss_exits_with_70_in_one_line(monkeypatch: py
 # --- tokens ---
 
 WARM = (0, 2)
+NO_SEQUENCE = "^token ids must be a list or tuple of integers, not"
 #: Ids that are refused wherever they stand, and how.
 BAD_IDS: list[tuple[Sequence[object], type[SessionError], str]] = [
     ([], TokenError, "no token"),
     ([8], TokenError, "token id 8 is outside the vocabulary 0..7"),
     ([2, 10**30], TokenError, f"token id {10**30} is outside"),
     ([-1], TokenError, "token id -1 is outside"),
-    ([1.0], TokenError, "token id 1.0 is not an integer"),
-    ([2, float("nan")], TokenError, "token id nan is not an integer"),
-    (["A"], TokenError, "token id 'A' is not an integer"),
-    ("A", TokenError, "token id 'A' is not an integer"),
-    ([True], TokenError, "token id True is not an integer"),
-    ([None], TokenError, "token id None is not an integer"),
-    ([[2]], TokenError, r"token id \[2\] is not an integer"),
+    ([1.0], TokenError, "token id 1.0 is a float, not an integer"),
+    ([2, float("nan")], TokenError, "token id nan is a float, not an integer"),
+    (["A"], TokenError, "token id 'A' is a str, not an integer"),
+    ([True], TokenError, "token id True is a bool, not an integer"),
+    ([None], TokenError, "token id None is a NoneType, not an integer"),
+    ([[2]], TokenError, r"token id \[2\] is a list, not an integer"),
+    # Numbers of other libraries look like integers when printed, so their type is named.
+    ([np.int64(2)], TokenError, r"token id np\.int64\(2\) is a int64, not an integer"),
+    ((2, np.uint8(3)), TokenError, r"token id np\.uint8\(3\) is a uint8, not an integer"),
+    ([torch.tensor(2)], TokenError, r"token id tensor\(2\) is a Tensor, not an integer"),
+    # What holds ids and is no sequence of them raised whatever Python or torch raises.
+    ("A", TokenError, f"{NO_SEQUENCE} a str$"),
+    (b"\2", TokenError, f"{NO_SEQUENCE} a bytes$"),
+    (torch.tensor([2, 3]), TokenError, f"{NO_SEQUENCE} a Tensor$"),
+    (np.array([2, 3]), TokenError, f"{NO_SEQUENCE} a ndarray$"),
+    (2, TokenError, f"{NO_SEQUENCE} a int$"),
+    (None, TokenError, f"{NO_SEQUENCE} a NoneType$"),
+    (iter([2, 3]), TokenError, f"{NO_SEQUENCE} a list_iterator$"),
+    ({2: 3}, TokenError, f"{NO_SEQUENCE} a dict$"),
+    ({2, 3}, TokenError, f"{NO_SEQUENCE} a set$"),
 ]
 
 
@@ -322,5 +437,50 @@ def test_a_batch_refuses_rows_of_unequal_length_and_stays_as_it_was(subject: Ref
         warm.extend([WARM, (0, 6)])
     with pytest.raises(SessionError, match="rows of 1 and 2 tokens in one call"):
         session.extend([[3], [7, 6]])
+    assert session.ids == (WARM, (0, 6))
+    assert torch.equal(session.extend([[3], [7]]), other.extend([[3], [7]]))
+
+
+# --- sessions ---
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.5, 1.0, True, "1", None, np.int64(2)])
+def test_a_session_of_no_whole_number_of_rows_is_refused(batch: object, subject: ReferenceSubject):
+    """An empty batch opened and failed at its first call; True opened as one row, and 1.5 in a traceback."""
+    with pytest.raises(
+        UsageError, match=f"^batch must be an integer of at least 1, not {re.escape(repr(batch))}$"
+    ):
+        subject.session(batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "message"),
+    [
+        ("crop", True, "cannot crop 2 tokens to True"),
+        ("crop", "1", "cannot crop 2 tokens to '1'"),
+        ("crop", 1.5, "cannot crop 2 tokens to 1.5"),
+        ("crop", 1.0, "cannot crop 2 tokens to 1.0"),
+        ("crop", None, "cannot crop 2 tokens to None"),
+        ("crop", -1, "cannot crop 2 tokens to -1"),
+        ("crop", 3, "cannot crop 2 tokens to 3"),
+        ("reorder", [True], "no batch row True: the session has 2"),
+        ("reorder", [0, False], "no batch row False: the session has 2"),
+        ("reorder", [0.0], "no batch row 0.0: the session has 2"),
+        ("reorder", ["0"], "no batch row '0': the session has 2"),
+        ("reorder", [0, None], "no batch row None: the session has 2"),
+        ("reorder", [2], "no batch row 2: the session has 2"),
+        ("reorder", [-1], "no batch row -1: the session has 2"),
+        ("reorder", [], "a session keeps at least one batch row"),
+    ],
+)
+def test_a_length_or_row_that_is_no_integer_in_range_is_refused_and_changes_nothing(
+    method: str, argument: object, message: str, subject: ReferenceSubject
+):
+    """True counted as 1, and text or a fraction raised whatever Python or torch raises."""
+    session, other = subject.session(batch=2), subject.session(batch=2)
+    for warm in (session, other):
+        warm.extend([WARM, (0, 6)])
+    with pytest.raises(SessionError, match=f"^{re.escape(message)}$"):
+        getattr(session, method)(argument)
     assert session.ids == (WARM, (0, 6))
     assert torch.equal(session.extend([[3], [7]]), other.extend([[3], [7]]))

@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,6 +216,59 @@ def test_a_saved_checkpoint_replaces_what_stood_there(trained: Trained, ready: R
     target.write_text("something longer than a checkpoint\n" * 1000)
     assert run("milestone", "--checkpoint", trained.checkpoint, "--save-checkpoint", target).status == 0
     assert load_checkpoint(target).digest == load_checkpoint(trained.checkpoint).digest
+
+
+def started(saved: Path, folder: Path, output: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, with its standard output where it is told."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-c", "from kvproof.cli import main; main()"),
+            *("milestone", "--checkpoint", saved, "--report", folder, *arguments),
+        ],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def assert_written_though_not_printed(done: subprocess.CompletedProcess[str], folder: Path, cause: int) -> None:
+    assert done.stderr == f"kvproof: cannot write to standard output: {os.strerror(cause)}\n"
+    assert done.returncode == 73
+    assert {path.name for path in folder.iterdir()} == WRITTEN
+    assert parse((folder / "report.json").read_text("utf-8"), "report.json").exit_status == 0
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+def test_a_full_standard_output_exits_with_73_and_the_report_is_written_all_the_same(saved: Path, tmp_path: Path):
+    with FULL.open("w") as output:
+        done = started(saved, tmp_path / "report", output, "--json")
+    assert_written_though_not_printed(done, tmp_path / "report", errno.ENOSPC)
+
+
+def test_a_standard_output_that_nobody_reads_exits_with_73_and_the_report_is_written_all_the_same(
+    saved: Path, tmp_path: Path
+):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = started(saved, tmp_path / "report", writer)
+    finally:
+        os.close(writer)
+    assert_written_though_not_printed(done, tmp_path / "report", errno.EPIPE)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+def test_a_gate_that_fails_outranks_a_standard_output_that_is_full(saved: Path, tmp_path: Path):
+    with FULL.open("w") as output:
+        done = started(saved, tmp_path / "report", output, "--without", "seed")
+    assert done.stderr == f"kvproof: cannot write to standard output: {os.strerror(errno.ENOSPC)}\n"
+    assert done.returncode == 1
+    assert {path.name for path in (tmp_path / "report").iterdir()} == WRITTEN
 
 
 @pytest.mark.parametrize(

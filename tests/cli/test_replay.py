@@ -1,7 +1,6 @@
 """`kvproof replay`: a fresh record holds, and whatever was changed in one is found and named."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from kvproof.reference import Checkpoint, DecoderConfig, save_checkpoint
 from kvproof.reference.training import initialised
 
 from .conftest import PLANS, Trained
-from .ledgers import Edit, edited, found, lines_of
+from .ledgers import Edit, edited, found, lines_of, text_of
 from .running import Outcome, run
 
 # --- records that hold ---
@@ -75,6 +74,63 @@ def test_an_edited_header_is_found_at_the_first_line_that_does_not_follow(
 ):
     outcome = replayed(edited(ledgers[name], 1, path, value))
     assert found(outcome, line, member), outcome
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([8], "token id 8 is outside the vocabulary 0..7"),
+        ([-1], "token id -1 is outside the vocabulary 0..7"),
+        ([], "no token: a prefix holds at least one"),
+        ([0] * 5, "position 4 is past the context"),
+    ],
+)
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_a_prompt_that_cannot_be_consumed_is_refused(
+    name: str, prompt: list[int], problem: str, ledgers: dict[str, str], scratch: Path, replayed
+):
+    """The text of an unknown id was asked for before the prompt was checked, which ended in a traceback."""
+    outcome = replayed(edited(ledgers[name], 1, ("prompt",), prompt))
+    assert outcome.refused(f"{scratch}: the header's prompt cannot be consumed: {problem}"), outcome
+
+
+@pytest.mark.parametrize("seed", [0, 42, 2**63 - 1])
+def test_an_edited_seed_is_told_as_the_state_that_it_would_start_from(
+    seed: int, ledgers: dict[str, str], replayed
+):
+    """The message held two generator states that differ somewhere in thousands of characters."""
+    outcome = replayed(edited(ledgers["seeded"], 1, ("policy", "seed"), seed))
+    assert found(outcome, 2, "generator_before"), outcome
+    assert outcome.err.endswith(f", and the state that seed {seed} starts from follows\n")
+
+
+def test_a_record_whose_seed_was_taken_away_replays_from_its_recorded_states(ledgers: dict[str, str], replayed):
+    """Entropy may start in any state, so nothing holds the first one; every later one must follow from it."""
+    lines = edited(ledgers["seeded"], 1, ("policy", "seed"), None)
+    assert replayed(lines).status == 0
+    lines[2]["generator_before"] = other_digit(lines[2]["generator_before"])
+    outcome = replayed(lines)
+    assert found(outcome, 3, "generator_before"), outcome
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64, 10**400])
+def test_a_seed_that_no_training_starts_from_is_refused(seed: int, ledgers: dict[str, str], scratch: Path):
+    """Torch refused the seed deep inside training, which ended in a traceback."""
+    scratch.write_text(text_of(edited(ledgers["greedy"], 1, ("subject_seed",), seed)), "utf-8")
+    outcome = run("replay", scratch)
+    assert outcome.refused(
+        f"{scratch}: its model cannot be recreated; give --checkpoint: ",
+        f"the training seed must lie in 0..2**63-1, not {seed}",
+    ), outcome
+
+
+def test_a_seed_whose_training_misses_its_loss_is_refused(ledgers: dict[str, str], scratch: Path):
+    """It was told as an error inside kvproof. Training from seed 8 stays far above the corpus's floor."""
+    scratch.write_text(text_of(edited(ledgers["greedy"], 1, ("subject_seed",), 8)), "utf-8")
+    outcome = run("replay", scratch)
+    assert outcome.refused(
+        f"{scratch}: its model cannot be recreated; give --checkpoint: ", "training ended at", "seed=8"
+    ), outcome
 
 
 @pytest.mark.parametrize(
@@ -176,6 +232,17 @@ STEP_EDITS: list[tuple[str, Edit]] = [
 ]
 
 
+@pytest.mark.parametrize("line", [2, 3, 4, 5])
+@pytest.mark.parametrize("member", ["margin", "error"])
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_a_measured_number_is_held_to_the_last_bit_where_it_was_made(
+    name: str, member: str, line: int, ledgers: dict[str, str], replayed
+):
+    """A margin or error that was changed by less than the tolerance passed in the very same environment."""
+    outcome = replayed(edited(ledgers[name], line, (member,), lambda old: old + 1e-6))
+    assert found(outcome, line, member), outcome
+
+
 @pytest.mark.parametrize("line", [2, 4])
 @pytest.mark.parametrize(("member", "edit"), STEP_EDITS)
 def test_an_edited_member_of_a_step_is_found_and_named(
@@ -255,6 +322,28 @@ def test_top_logits_that_are_not_the_largest_in_order_are_found(change: Edit, le
     assert found(outcome, 4, "ids of top_logits"), outcome
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (lambda old: [], 0),
+        (lambda old: old[:1], 1),
+        (lambda old: old[:-1], 7),
+    ],
+)
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_top_logits_that_were_taken_away_are_found(
+    name: str, change: Edit, number: int, elsewhere: bool, ledgers: dict[str, str], replayed
+):
+    """Only the entries that were left were compared, so a record without any replayed."""
+    lines = edited(ledgers[name], 4, ("top_logits",), change)
+    if elsewhere:
+        lines[0]["environment"]["torch"] = "0.0.1"
+    outcome = replayed(lines)
+    assert found(outcome, 4, "number of top_logits"), outcome
+    assert outcome.err.endswith(f" is {number}, and 8 follows\n")
+
+
 @pytest.mark.parametrize(
     ("name", "member", "value"),
     [
@@ -266,12 +355,15 @@ def test_top_logits_that_are_not_the_largest_in_order_are_found(change: Edit, le
         ("greedy", "tokens", "<bos> A B D <eos> "),
         ("refused", "stop_reason", "context"),
         ("refused", "problem", None),
+        ("refused", "problem", "made up"),
+        ("refused", "problem", lambda old: f"{old}."),
+        ("refused", "problem", lambda old: old.replace("4", "5")),
         ("limited", "stop_reason", "eos"),
         ("limited", "tokens", "<bos> A"),
     ],
 )
 def test_an_edited_member_of_the_end_is_found_and_named(
-    name: str, member: str, value: str | None, ledgers: dict[str, str], replayed
+    name: str, member: str, value: str | Edit | None, ledgers: dict[str, str], replayed
 ):
     last = len(ledgers[name].splitlines())
     outcome = replayed(edited(ledgers[name], last, (member,), value))
@@ -313,7 +405,7 @@ def test_a_missing_misspelt_or_mistyped_member_is_refused_by_name(
         ([0, 1, 3, 4, 5], 3, "step"),
         ([0, 1, 2, 4, 5], 4, "step"),
         ([0, 1, 2, 3, 5], 5, "stop_reason"),
-        ([0, 5], 2, "stop_reason"),
+        ([0, 5], 2, "end"),
         ([0, 1, 1, 2, 3, 4, 5], 3, "step"),
         ([0, 1, 2, 2, 3, 4, 5], 4, "step"),
         ([0, 1, 2, 3, 4, 4, 5], 6, "step"),
@@ -325,6 +417,33 @@ def test_swapped_deleted_and_repeated_steps_are_found(
     lines = lines_of(ledgers["seeded"])
     outcome = replayed([lines[index] for index in change])
     assert found(outcome, line, member), outcome
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "unseeded", "filling", "refused"])
+def test_a_run_cut_short_is_found_though_its_end_makes_up_a_reason(name: str, ledgers: dict[str, str], replayed):
+    """Any text for a problem was taken as the reason why a run ended, at whatever step it was cut."""
+    header, *steps, end = lines_of(ledgers[name])
+    for num_steps in range(1, len(steps)):
+        kept = steps[:num_steps]
+        tokens = " ".join((header["prompt_tokens"], *(step["chosen_token"] for step in kept)))
+        made_up = {**end, "stop_reason": None, "problem": "made up", "tokens": tokens}
+        outcome = replayed([header, *kept, made_up])
+        assert found(outcome, num_steps + 2, "end"), outcome
+        assert outcome.err.endswith(f" is after step {num_steps - 1}, and another step follows\n")
+
+
+@pytest.mark.parametrize(
+    "made_up", [{}, {"stop_reason": None, "problem": "made up"}, {"stop_reason": None, "problem": None}]
+)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_record_without_a_step_is_found(
+    name: str, made_up: dict[str, object], ledgers: dict[str, str], replayed
+):
+    """A header and an end alone, with a made-up problem, replayed as a whole run."""
+    header, *_, end = lines_of(ledgers[name])
+    outcome = replayed([header, {**end, **made_up, "tokens": header["prompt_tokens"]}])
+    assert found(outcome, 2, "end"), outcome
+    assert outcome.err.endswith(" is after no step, and a first step follows\n")
 
 
 @pytest.mark.parametrize(
@@ -360,8 +479,7 @@ def test_a_last_line_cut_off_at_any_byte_is_reported_after_the_lines_before_it_r
 
 
 def test_a_cut_off_record_with_a_wrong_line_before_the_cut_tells_both(ledgers: dict[str, str], replayed):
-    lines = edited(ledgers["greedy"], 3, ("chosen",), 4)
-    outcome = replayed("".join(f"{json.dumps(line)}\n" for line in lines)[:-5])
+    outcome = replayed(text_of(edited(ledgers["greedy"], 3, ("chosen",), 4))[:-5])
     assert outcome.status == 1
     problem, damage = outcome.err.splitlines()
     assert "line 3: chosen is 4" in problem
@@ -375,16 +493,16 @@ def test_a_cut_off_record_with_a_wrong_line_before_the_cut_tells_both(ledgers: d
     ("content", "words"),
     [
         (b"", ["holds no complete line"]),
-        (b"\n", ["line 1 is not JSON"]),
+        (b"\n", ["line 1: not JSON: ", "line 1 column 1"]),
         (b"{", ["holds no complete line"]),
-        (b"an ordinary text\n", ["line 1 is not JSON", "column 1"]),
+        (b"an ordinary text\n", ["line 1: not JSON: ", "line 1 column 1"]),
         (b"[1, 2]\n", ["line 1 is not a kvproof ledger's header"]),
         (b"null\n", ["line 1 is not a kvproof ledger's header"]),
         (b'{"kind": "header"}\n', ["ledger version None"]),
         (b'{"kind": "header", "ledger_version": 1}\n', ["line 1", "lacks member"]),
-        (b"\0\0\0\0\n", ["line 1 is not JSON"]),
+        (b"\0\0\0\0\n", ["line 1: not JSON: ", "line 1 column 1"]),
         (b"\x89PNG\r\n\x1a\n\xff\xfe\n", ["cannot read"]),
-        (b"\xef\xbb\xbf{}\n", ["line 1 is not JSON"]),
+        (b"\xef\xbb\xbf{}\n", ["line 1: not JSON: ", "BOM"]),
     ],
 )
 def test_a_file_that_is_no_ledger_is_refused(content: bytes, words: list[str], scratch: Path, replayed):
@@ -474,6 +592,24 @@ def test_a_later_generator_state_of_an_unseeded_run_is_held_to_the_one_before(
 def test_a_first_state_of_an_unseeded_run_that_is_none_is_found(state: str, ledgers: dict[str, str], replayed):
     outcome = replayed(edited(ledgers["unseeded"], 2, ("generator_before",), state))
     assert found(outcome, 2, "generator_before"), outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "derived"),
+    [("unseeded", "the state of a generator"), ("seeded", "the state that seed 41 starts from")],
+)
+def test_a_drawing_run_without_generator_states_is_found_and_moves_no_other_generator(
+    name: str, derived: str, ledgers: dict[str, str], replayed
+):
+    """Without a recorded state the token was drawn from torch's global generator, and the run could pass."""
+    lines = lines_of(ledgers[name])
+    for step in lines[1:-1]:
+        step["generator_before"] = step["generator_after"] = None
+    before = torch.get_rng_state()
+    outcome = replayed(lines)
+    assert found(outcome, 2, "generator_before"), outcome
+    assert outcome.err.endswith(f" is None, and {derived} follows\n")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- anything at all ---

@@ -6,7 +6,9 @@ The golden files change only where ``KVPROOF_WRITE_GOLDEN=1`` is set.
 import dataclasses
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.small_report import DIVERGENCE, REPORT
@@ -26,6 +28,11 @@ def golden(name: str, text: str) -> str:
     if os.environ.get("KVPROOF_WRITE_GOLDEN") == "1":
         path.write_text(text, "utf-8", newline="\n")
     return path.read_text("utf-8")
+
+
+def uncoloured(text: str) -> str:
+    """Return a text without the codes that colour it."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def words(text: str) -> str:
@@ -49,8 +56,83 @@ def test_the_json_is_the_golden_one_and_reads_back_equal():
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_line_is_wider_than_asked_or_ends_in_spaces(look: Look, width: int):
     for line in render(REPORT, width=width, look=look).splitlines():
-        assert len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= width
+        assert len(uncoloured(line)) <= width
         assert line == line.rstrip()
+
+
+@pytest.mark.parametrize("look", Look)
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_dumb_terminal_changes_neither_the_width_nor_anything_else(
+    look: Look, width: int, monkeypatch: pytest.MonkeyPatch
+):
+    """With TERM=dumb every text was 80 columns wide, whatever width was asked for."""
+    monkeypatch.delenv("LINES", raising=False)  # with it, a height is known and TERM is not asked
+    monkeypatch.setenv("TERM", "xterm-256color")
+    expected = render(REPORT, width=width, look=look)
+    monkeypatch.setenv("TERM", "dumb")
+    assert render(REPORT, width=width, look=look) == expected
+    widest = max(len(uncoloured(line)) for line in expected.splitlines())
+    assert {40: 35, 80: 75, 200: 90}[width] <= widest <= width
+
+
+OPERATING = "\x1b]0;title\x07\x1b[2J\r"
+SHOWN = "\\x1b]0;title\\x07\\x1b[2J\\r"
+
+
+def hostile(value: Any) -> Any:
+    """Return contract data whose every text ends in what a terminal acts on."""
+    if type(value) is str:
+        return value + OPERATING
+    if isinstance(value, tuple):
+        return tuple(map(hostile, value))
+    if not dataclasses.is_dataclass(value):
+        return value
+    members = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    # A policy's kind decides how it is shown; a reader takes no other text for it.
+    return dataclasses.replace(value, **{k: hostile(v) for k, v in members.items() if k != "kind"})
+
+
+@pytest.mark.parametrize("look", Look)
+@pytest.mark.parametrize("report", [lambda: REPORT, lambda: diverged()], ids=["milestone", "diverged"])
+def test_escape_codes_in_any_text_are_shown_and_not_obeyed(report: Callable[[], Report], look: Look):
+    """A token's text could move the cursor, ring the bell and set the window's title."""
+    text = render(hostile(report()), width=600, look=look)
+    left = uncoloured(text) if look is Look.COLOUR else text
+    assert all(line.isprintable() for line in left.split("\n"))
+    if report() is REPORT:
+        assert f"[red]<script>{SHOWN}" in left, "in the table of prefixes"
+        assert f"greedy{SHOWN} (lowest id wins a tie): [red]<script> <eos>{SHOWN}; stop reason" in left
+        assert f"[red]<script>{SHOWN} 0.2500  A{SHOWN} 0.7500" in left, "among the probabilities"
+        assert f"seeded: [bold]not reproducible[/bold]{SHOWN}" in left, "in the gate"
+    else:
+        assert f"| {REPORT.scenarios[0].name}{SHOWN}" in left or f"│ {REPORT.scenarios[0].name}{SHOWN}" in left
+        assert f"Likely contract: {DIVERGENCE.contract}{SHOWN}." in left
+
+
+@pytest.mark.parametrize("look", Look)
+def test_a_report_without_scenarios_or_cache_trace_is_rendered(look: Look):
+    """Both were taken for granted, and a report without them ended in an error of Python's own."""
+    bare = dataclasses.replace(REPORT.milestone, cache_trace=())
+    report = dataclasses.replace(REPORT, scenarios=(), faults=(), milestone=bare)
+    text = uncoloured(render(report, look=look))
+    assert "cached against uncached" not in text
+    assert "cache trace: (batch, head, slot, head_dim) after each consumed token" in words(text)
+    assert text.endswith(f"{REPORT.summary}\n")
+
+
+@pytest.mark.parametrize("look", Look)
+@pytest.mark.parametrize("name", ["[bold]rollback[/bold]", "rollback[/]", "[link=x]rollback", ":warning: [red]"])
+def test_a_table_s_title_that_looks_like_markup_is_shown_literally(name: str, look: Look):
+    first = dataclasses.replace(REPORT.scenarios[0], name=name)
+    pair = dataclasses.replace(REPORT.milestone.runs[0], name=name)
+    report = dataclasses.replace(
+        REPORT,
+        scenarios=(first,),
+        milestone=dataclasses.replace(REPORT.milestone, runs=(pair,)),
+    )
+    lines = uncoloured(render(report, width=300, look=look)).splitlines()
+    assert f"{name}: cached against uncached, whole rows" in lines
+    assert any(line.startswith(f"{name} (lowest id wins a tie): [red]<script> <eos>; ") for line in lines)
 
 
 @pytest.mark.parametrize("look", Look)
@@ -75,7 +157,13 @@ def test_only_the_coloured_look_holds_escape_codes():
 
 def test_the_environment_decides_nothing(monkeypatch: pytest.MonkeyPatch):
     looks = {look: render(REPORT, look=look) for look in Look}
-    for name, value in {"NO_COLOR": "1", "FORCE_COLOR": "1", "COLUMNS": "40", "LINES": "5"}.items():
+    for name, value in {
+        "NO_COLOR": "1",
+        "FORCE_COLOR": "1",
+        "COLUMNS": "40",
+        "LINES": "5",
+        "TERM": "dumb",
+    }.items():
         monkeypatch.setenv(name, value)
     assert {look: render(REPORT, look=look) for look in Look} == looks
 
@@ -87,15 +175,27 @@ def diverged() -> Report:
         verdict=Verdict.DIVERGED,
         summary=f"The cached path diverges: {DIVERGENCE.sentence}.",
         scenarios=(scenario, *REPORT.scenarios[1:]),
+        faults=(),
         milestone=None,
     )
 
 
-def test_a_diverged_report_names_the_stage_and_the_likely_contract():
-    text = words(render(diverged(), width=300))
-    assert f"{DIVERGENCE.sentence}." in text
-    assert "cache_k of layer 0, head 1, slot 0" in text
-    assert f"Likely contract: {DIVERGENCE.contract}." in text
+@pytest.mark.parametrize("look", Look)
+def test_a_diverged_report_names_the_stage_and_the_likely_contract(look: Look):
+    """Only a fault's finding was shown with its contract; what the audit itself found was not."""
+    text = words(uncoloured(render(diverged(), width=300, look=look)))
+    assert "cache_k of layer 0, head 1, slot 0" in DIVERGENCE.sentence
+    assert f"token-by-token: {DIVERGENCE.sentence}. Likely contract: {DIVERGENCE.contract}." in text
+
+
+def test_every_scenario_that_diverged_is_told_by_name():
+    """The second scenario's finding stood nowhere, not even where it was the only one."""
+    first, second = diverged().scenarios
+    located = dataclasses.replace(DIVERGENCE, scenario="fork", contract="forks: a fork owns its cache")
+    both = dataclasses.replace(second, verdict=Verdict.DIVERGED, divergence=located)
+    text = words(render(dataclasses.replace(diverged(), scenarios=(first, both)), width=300))
+    assert f"token-by-token: {DIVERGENCE.sentence}. Likely contract: {DIVERGENCE.contract}." in text
+    assert f"fork: {DIVERGENCE.sentence}. Likely contract: forks: a fork owns its cache." in text
 
 
 def test_a_diverged_report_ends_in_its_summary():

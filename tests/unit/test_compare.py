@@ -1,18 +1,20 @@
 """Two rows to a gap, and a row's evidence to a verdict."""
 
+import itertools
 import math
 import re
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproof._compare import Evidence, gap_between, judge
+from kvproof._compare import Evidence, gap_between, judge, largest
 from kvproof._numerics import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
 from kvproof._report import Verdict
 
-NAN, INF = math.nan, math.inf
+NAN, INF, MAX = math.nan, math.inf, sys.float_info.max
 
 
 def row(*values: float) -> torch.Tensor:
@@ -83,6 +85,29 @@ def test_low_dtypes_are_compared_in_float64():
 
 def test_a_gap_can_be_taken_of_values_that_carry_gradients():
     assert gap_between(torch.ones(1, requires_grad=True), torch.zeros(1)).size == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual"), [((MAX, 1), (0, 1)), ((MAX, INF), (0, INF)), ((0, -INF), (-MAX, -INF))]
+)
+def test_the_largest_finite_gap_is_itself_and_not_nan(expected: tuple[float, ...], actual: tuple[float, ...]):
+    """The largest float stands for NaN on both sides while gaps are ranked, and was read back as NaN."""
+    gap = gap_between(row(*expected), row(*actual))
+    assert (gap.size, gap.index) == (MAX, (0,))
+
+
+@pytest.mark.parametrize("gaps", sorted(set(itertools.permutations((NAN, 0.0, 1.0, INF)))))
+def test_nan_is_the_largest_gap_wherever_it_stands(gaps: tuple[float, ...]):
+    """The largest of two was the first where either is NaN, so NaN was lost or kept by its place."""
+    assert math.isnan(largest(gaps))
+    assert math.isnan(largest(iter(gaps)))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"), [((), 0.0), ((0.0,), 0.0), ((1.0, 3.0, 2.0), 3.0), ((1.0, INF), INF), ((NAN,), NAN)]
+)
+def test_the_largest_of_gaps_is_their_maximum_and_0_of_none(gaps: tuple[float, ...], expected: float):
+    assert repr(largest(gaps)) == repr(expected)
 
 
 def slow_gap(expected: list[float], actual: list[float]) -> tuple[float, int, float]:
@@ -168,7 +193,7 @@ def test_a_clean_row_matches():
 
 
 def test_an_infinite_gap_diverges_before_every_other_rule():
-    everything_else = {"top_gap": NAN, "top_noise": 1.0, "allowed": INF, "noise": INF}
+    everything_else = {"top_gap": NAN, "top_noise": NAN, "allowed": INF, "noise": INF, "cached_error": NAN}
     found, reason = judge(evidence(gap=INF, **everything_else))
     assert found is Verdict.DIVERGED
     assert "not finite" in reason
@@ -249,8 +274,23 @@ def test_an_unexplained_error_in_the_declared_dtype_alone_is_called_one_of_dtype
     assert "too low a dtype" in reason
 
 
-def test_an_error_against_float64_that_is_nan_explains_nothing():
-    assert verdict(gap=1.0, cached_error=NAN) is Verdict.DIVERGED
+@pytest.mark.parametrize("gap", [0.0, ALLOWED, 1.0, 1e6])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("member", ["noise", "top_noise", "uncached_error", "cached_error"])
+def test_noise_or_an_error_that_is_not_finite_is_inconclusive_whatever_the_gap(
+    member: str, value: float, gap: float
+):
+    """NaN lost every comparison and infinity won it, so either could let a gap of any size pass."""
+    found, reason = judge(evidence(**{"gap": gap, "top_gap": gap, member: value}))
+    assert found is Verdict.INCONCLUSIVE
+    assert "uncached path itself is not finite" in reason
+
+
+@pytest.mark.parametrize("gap", [0.0, ALLOWED, 1.0, 1e6])
+@pytest.mark.parametrize("noise", [NAN, INF])
+def test_noise_that_is_not_finite_excuses_nothing_without_a_top_rung(noise: float, gap: float):
+    """Four times an infinite noise excused a gap of any size as rounding."""
+    assert verdict(**NO_TOP_RUNG | {"gap": gap, "noise": noise}) is Verdict.INCONCLUSIVE
 
 
 @pytest.mark.parametrize("missing", ["top_gap", "top_noise", "top_scale"])

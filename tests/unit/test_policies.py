@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.small_report import GREEDY_RUN
 
 from kvproof import generate
-from kvproof._errors import UsageError
+from kvproof._errors import SubjectError, UsageError
 from kvproof._generate import (
     NUM_TOP,
     choose,
@@ -23,14 +24,18 @@ from kvproof._generate import (
     stop_reason,
 )
 from kvproof._ledger import MarginVerdict, Step, StopReason
-from kvproof.policies import Greedy, Sample, Stops
+from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference.corpus import EOS_ID
 from kvproof.subjects import ReferenceSubject
 
+NOTHING_TO_CHOOSE = r"^the logits hold NaN, infinity or nothing finite, so no token can be chosen from them$"
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-31, 1e-46, 5e-324, 1e31, math.inf, math.nan])
 def test_a_temperature_must_be_finite_and_positive(temperature: float):
-    with pytest.raises(UsageError, match=f"^temperature must be finite and above 0, not {temperature}"):
+    with pytest.raises(
+        UsageError, match=re.escape(f"temperature must lie in 1e-30..1e30, not {temperature}; or use Greedy()")
+    ):
         Sample(temperature=temperature, top_k=1, seed=1)
 
 
@@ -135,6 +140,63 @@ def test_sampled_probabilities_are_a_float32_softmax_that_sums_to_1(dtype: torch
     assert sum(probabilities) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", [Greedy(), Sample(top_k=2, seed=1)], ids=lambda policy: policy.kind)
+def test_no_token_is_chosen_from_a_row_that_holds_nan(policy: Policy, dtype: torch.dtype, place: int):
+    """NaN was ranked above every number, so greedy took it as the most likely token."""
+    values = torch.tensor([0.0, 1.0, 2.5, -3.0], dtype=dtype)
+    values[place] = math.nan
+    generator = new_generator(policy)
+    before = state_of(generator)
+    with pytest.raises(SubjectError, match=NOTHING_TO_CHOOSE):
+        choose(policy, values, generator)
+    assert state_of(generator) == before
+
+
+@pytest.mark.parametrize("policy", [Greedy(), Sample(top_k=2, seed=1)], ids=["greedy", "sample"])
+@pytest.mark.parametrize("row", [[0.0, math.inf, 2.0], [-math.inf] * 3, [0.0, 1e300, 1.0]], ids=str)
+def test_no_token_is_chosen_from_a_row_without_a_finite_largest_logit(policy: Policy, row: list[float]):
+    """Sampling ended in an error of the library's own, and greedy recorded NaN probabilities."""
+    with pytest.raises(SubjectError, match=NOTHING_TO_CHOOSE):
+        choose(policy, torch.tensor(row, dtype=torch.float64), new_generator(policy))
+
+
+def test_masked_entries_have_probability_0():
+    policy = Sample(top_k=3, seed=1)
+    kept, _ = choose(policy, torch.tensor([1.0, -math.inf, 1.0]), new_generator(policy))
+    assert kept == [(0, 0.5), (1, 0.0), (2, 0.5)]
+
+
+def test_a_temperature_does_not_change_which_ids_are_kept():
+    """Scaled logits overflow or become equal, and then the lowest ids were kept."""
+    row = torch.tensor([0.0, 1.0, 2.5, 2.5])
+    for temperature in (1e-30, 1.0, 1e30):
+        policy = Sample(temperature=temperature, top_k=3, seed=1)
+        assert [i for i, _ in choose(policy, row, new_generator(policy))[0]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-30])
+@pytest.mark.parametrize("row", [[0.0, 1.0, 2.5, -3.0], [0.0, 30.0, 80.0, 40.0], [-9.0, -7.0, -5.0, -8.0]])
+def test_a_tiny_temperature_reaches_its_limit_the_most_likely_token(row: list[float], temperature: float):
+    """Logits divided by a tiny temperature overflowed to infinities, and softmax of those is NaN."""
+    policy = Sample(temperature=temperature, top_k=3, seed=1)
+    kept, draw = choose(policy, torch.tensor(row), new_generator(policy))
+    assert dict(kept)[2] == 1.0
+    assert sum(p for _, p in kept) == 1.0
+    assert kept[draw][0] == 2
+
+
+@given(row=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=12), top_k=st.integers(1, 12))
+def test_at_temperature_1_the_probabilities_are_those_of_the_kept_logits_to_the_last_bit(
+    row: list[float], top_k: int
+):
+    """The largest logit is taken off first, so that nothing overflows; that must not cost a bit."""
+    kept = sampled(row, top_k)
+    plain = torch.tensor([row[i] for i, _ in kept]).softmax(dim=-1)
+    assert [p for _, p in kept] == plain.tolist()
+
+
 def test_a_draw_hangs_on_the_request_s_own_generator_alone():
     policy, row = Sample(top_k=4, seed=5), torch.zeros(4)
 
@@ -205,6 +267,26 @@ def test_a_margin_is_judged_against_twice_the_error(
     margin, verdict = judge_margin(torch.tensor(row), torch.tensor(other), error)
     largest, second = sorted(row)[-1], sorted(row)[-2]
     assert (margin, verdict) == (largest - second, expected)
+
+
+def test_the_margin_of_a_vocabulary_of_one_token_is_infinite():
+    """There is no second token, and looking for it was an error of Python's own."""
+    assert judge_margin(torch.tensor([1.0]), torch.tensor([5.0]), 4.0) == (math.inf, MarginVerdict.SAFE)
+
+
+@pytest.mark.parametrize("row", [[math.inf, 0.0, math.inf], [-math.inf, -math.inf]])
+@pytest.mark.parametrize("error", [0.0, math.inf, math.nan])
+def test_equal_infinities_are_a_tie(row: list[float], error: float):
+    """Their difference is NaN, which is neither a tie nor within any error: the margin was called safe."""
+    assert judge_margin(torch.tensor(row), torch.tensor(row), error) == (0.0, MarginVerdict.TIE)
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+@pytest.mark.parametrize("other", [[0.0, 1.0], [1.0, 0.0]])
+def test_no_margin_is_safe_or_explained_by_an_error_that_is_not_finite(other: list[float], error: float):
+    """NaN is never at least half the margin, so it was called safe, and infinity explained every flip."""
+    found = judge_margin(torch.tensor([0.0, 1.0]), torch.tensor(other), error)
+    assert found == (1.0, MarginVerdict.UNEXPLAINED_FLIP)
 
 
 def test_greedy_has_no_generator():

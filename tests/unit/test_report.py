@@ -91,8 +91,8 @@ def test_a_report_is_one_text_with_one_line_end_at_its_end():
 
 PLAIN = json.loads(render(REPORT))
 BROKEN = {
-    "cut off": (render(REPORT)[:100], "a.json is not JSON: "),
-    "empty": ("", "a.json is not JSON: "),
+    "cut off": (render(REPORT)[:100], "a.json: not JSON: Unterminated string starting at at line 4 column 13"),
+    "empty": ("", "a.json: not JSON: Expecting value at line 1 column 1"),
     "not an object": ("[]", "a.json has schema version None; this kvproof reads 1"),
     "without a version": ("{}", "a.json has schema version None; this kvproof reads 1"),
     "of a later version": (
@@ -120,3 +120,52 @@ def test_a_broken_report_is_refused_by_name(text: str, message: str):
     with pytest.raises(ReportError) as caught:
         parse(text, "a.json")
     assert str(caught.value).startswith(message)
+
+
+UNREADABLE = "a.json: not JSON that can be read: "
+#: JSON, or what lenient readers take for it, that stands where a float belongs.
+VALUES = {
+    "an integer of 400 digits": (
+        "1" + "0" * 399,
+        "a.json: $.tolerance.absolute must be a number that a float can hold, not 1000",
+    ),
+    "an integer of 5001 digits": ("1" + "0" * 5000, UNREADABLE),
+    "a deep list": ("[" * 100_000, UNREADABLE),
+    "a deep object": ('{"a":' * 100_000, UNREADABLE),
+    "NaN": ("NaN", f"{UNREADABLE}NaN is not JSON; write it as a string"),
+    "Infinity": ("Infinity", f"{UNREADABLE}Infinity is not JSON; write it as a string"),
+    "-Infinity": ("-Infinity", f"{UNREADABLE}-Infinity is not JSON; write it as a string"),
+    "1e999": ("1e999", f"{UNREADABLE}1e999 is too large for a number"),
+    "a member that stands twice": ('0.5, "absolute": 0.5', f"{UNREADABLE}member 'absolute' stands twice"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), VALUES.values(), ids=VALUES)
+def test_a_value_beyond_reason_is_refused_by_name_in_one_line(value: str, message: str):
+    """Each ended in an error of Python's own, or became a number that JSON does not have."""
+    mark = "here stands the value"
+    text = json.dumps({**PLAIN, "tolerance": {**PLAIN["tolerance"], "absolute": mark}})
+    with pytest.raises(ReportError) as caught:
+        parse(text.replace(f'"{mark}"', value), "a.json")
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["\ud800", "A\udfff", "\udc00\ud800"])
+def test_a_lone_surrogate_is_refused_by_its_path(text: str):
+    """It was read without a word, and the first attempt to print it ended in a traceback."""
+    with pytest.raises(ReportError) as caught:
+        parse(json.dumps({**PLAIN, "summary": text}), "a.json")
+    assert str(caught.value) == f"a.json: $.summary must be text without lone surrogates, not {text!r}"
+    assert str(caught.value).isascii()
+
+
+def test_a_policy_that_cannot_be_is_refused_by_its_path():
+    """The refusal named neither the file nor the place, and was none of a report."""
+    plain = json.loads(render(REPORT))
+    plain["milestone"]["runs"][0]["cached"]["header"]["stops"]["max_tokens"] = 0
+    with pytest.raises(ReportError) as caught:
+        parse(json.dumps(plain), "a.json")
+    place = "$.milestone.runs[0].cached.header.stops"
+    assert str(caught.value).startswith(f"a.json: {place}: max_tokens must be at least 1, not 0")

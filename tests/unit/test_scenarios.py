@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvproof._errors import UsageError
 from kvproof._programs import run_program
 from kvproof.scenarios import (
     Ability,
@@ -133,6 +134,20 @@ def test_a_program_run_on_a_decoder_consumes_its_longest_sequences(scenario: Sce
 )
 def test_a_program_needs_the_abilities_of_its_operations(scenario: Scenario, needs: set[Ability]):
     assert scenario.needs == needs
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_chunk_without_a_token_is_refused(size: int):
+    """A size of 0 was an error of Python's own, and a negative one made a program that feeds nothing."""
+    with pytest.raises(UsageError, match=f"^a chunk holds at least 1 token, not {size}$"):
+        chunked(A, size)
+
+
+@pytest.mark.parametrize("split", [0, -1, 5, 100])
+def test_a_prompt_of_no_token_or_of_more_than_there_are_is_refused(split: int):
+    """Such a program fed an empty prompt, or left out its steps without a word."""
+    with pytest.raises(UsageError, match=f"^cannot split 4 tokens after {split}$"):
+        prefill_and_steps(A, split)
 
 
 @pytest.mark.parametrize(

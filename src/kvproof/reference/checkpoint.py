@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvproof._errors import CheckpointError
 from kvproof._files import write_whole
+from kvproof._text import printable
 from kvproof.reference.corpus import PATTERNS, VOCABULARY
 from kvproof.reference.decoder import Decoder, DecoderConfig
 
@@ -80,7 +81,7 @@ def load_checkpoint(path: Path, config: DecoderConfig | None = None) -> Checkpoi
     if checkpoint.digest != metadata["digest"]:
         raise CheckpointError(
             f"{path} was altered: its weights have digest {checkpoint.digest[:16]}…, "
-            f"and it records {metadata['digest'][:16]}…"
+            f"and it records {printable(metadata['digest'])[:16]}…"
         )
     return checkpoint
 
@@ -126,8 +127,10 @@ def _checked_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str, A
         metadata["digest"]
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error} in its metadata") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has metadata that cannot be read: {error}") from error
+    if seed < 0:
+        raise CheckpointError(f"{path} records a seed of {seed}")
     if not math.isfinite(loss):
         raise CheckpointError(f"{path} records a loss of {loss}")
     if corpus != (list(PATTERNS), list(VOCABULARY)):

@@ -67,14 +67,16 @@ def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
 
 def _parts(report: Report) -> Iterator[ConsoleRenderable]:
     yield from _opening(report)
-    for scenario in report.scenarios[:1]:
-        yield _prefixes(scenario)
-    for scenario in report.scenarios[1:]:
-        yield Text(
-            f"{scenario.name}: {len(scenario.rows)} rows, largest gap {scenario.largest_gap:.4e}, "
-            f"{scenario.verdict.value}"
-        )
     result = report.milestone
+    if result is None:
+        yield _overview(report.scenarios)
+    else:
+        yield from map(_prefixes, report.scenarios[:1])
+        for scenario in report.scenarios[1:]:
+            yield Text(
+                f"{scenario.name}: {len(scenario.rows)} rows, largest gap {scenario.largest_gap:.4e}, "
+                f"{scenario.verdict.value}"
+            )
     for scenario in report.scenarios:
         if scenario.divergence is not None:
             yield Text(f"{scenario.name}: {_finding(scenario.divergence)}\n", style="bold red")
@@ -123,6 +125,31 @@ def _opening(report: Report) -> Iterator[ConsoleRenderable]:
         if report.milestone.switched_off:
             yield Text(f"switched off: {', '.join(report.milestone.switched_off)}", style="yellow")
     yield Text()
+
+
+def _overview(scenarios: tuple[ScenarioResult, ...]) -> Table:
+    table = Table(title=Text("scenarios: cached against uncached, whole rows"))
+    for name in ("scenario", "rows", "gap", "allowed", "noise", "float64 gap", "verdict"):
+        table.add_column(name, justify="left" if name in ("scenario", "verdict") else "right")
+    for scenario in scenarios:
+        rows = scenario.rows
+        verdict = _verdict(scenario.verdict)
+        if scenario.reason is not None:
+            verdict.append(f": {printable(scenario.reason)}", style="default")
+        if not rows:
+            table.add_row(Text(scenario.name), "0", "-", "-", "-", "-", verdict)
+            continue
+        top = [row.top_gap for row in rows if row.top_gap is not None]
+        table.add_row(
+            Text(scenario.name),
+            str(len(rows)),
+            f"{scenario.largest_gap:.1e}",
+            f"{min(row.allowed for row in rows):.1e}",
+            f"{max(row.noise for row in rows):.1e}",
+            f"{max(top):.1e}" if top else "-",
+            verdict,
+        )
+    return table
 
 
 def _prefixes(scenario: ScenarioResult) -> Table:

@@ -6,7 +6,7 @@ trust the adapter. What an adapter raises becomes `SubjectError`, with its cause
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar, final
 
 import torch
@@ -64,13 +64,18 @@ class Subject(ABC):
         return rows
 
     @final
-    def session(self, *, batch: int = 1, tap: Tap = untouched) -> "Session":
-        """Open a session: one request's state, or ``batch`` requests' in step."""
+    def session(self, *, batch: int = 1, tap: Tap = untouched, needs: Collection[Ability] = ()) -> "Session":
+        """Open a session: one request's state, or ``batch`` requests' in step.
+
+        ``needs`` names abilities that will be used, for caches that must be told before they are filled.
+        """
         if not _is_integer(batch) or batch < 1:
             raise UsageError(f"batch must be an integer of at least 1, not {batch!r}")
         if batch != 1:
             self.require(Ability.BATCH)
-        return at_the_seam(lambda: self._session(batch, tap))
+        for ability in needs:
+            self.require(ability)
+        return at_the_seam(lambda: self._session(batch, tap, frozenset(needs)))
 
     @final
     def cast(self, dtype: torch.dtype) -> "Subject":
@@ -88,7 +93,7 @@ class Subject(ABC):
     def _rows(self, ids: Sequence[int], tap: Tap) -> Float[Tensor, "seq vocab"]: ...
 
     @abstractmethod
-    def _session(self, batch: int, tap: Tap) -> "Session": ...
+    def _session(self, batch: int, tap: Tap, needs: frozenset[Ability]) -> "Session": ...
 
     @abstractmethod
     def _cast(self, dtype: torch.dtype) -> "Subject": ...
@@ -107,24 +112,30 @@ class Session(ABC):
         return tuple(tuple(row) for row in self._ids)
 
     def __len__(self) -> int:
-        return len(self._ids[0])
+        """Return the length of the longest row."""
+        return max(map(len, self._ids))
 
     @final
     def extend(self, ids: Sequence[Sequence[int]]) -> Float[Tensor, "batch new vocab"]:
         """Consume each batch row's new tokens; return the logits that follow them.
 
-        Raises `TokenError`, `ContextError`, `CacheError` or `SubjectError`.
+        Rows of unequal length may only start a session, and need `Ability.PAD`; they are aligned on the right,
+        so that the last logits of each row follow its last token. Raises `TokenError`, `ContextError`,
+        `CacheError` or `SubjectError`.
         """
         info, start = self.subject.info, len(self)
+        _check_list("rows of token ids", ids)
         if len(ids) != len(self._ids):
             raise SessionError(f"{len(ids)} rows of tokens for a session of {len(self._ids)}")
         for row in ids:
             check_ids(row, info)
-            if len(row) != len(ids[0]):
-                raise SessionError(f"rows of {len(ids[0])} and {len(row)} tokens in one call")
-        check_context(start, len(ids[0]), info)
+        num_new = max(map(len, ids))
+        for row in ids:
+            if len(row) != num_new and (start or Ability.PAD not in info.abilities):
+                raise SessionError(f"rows of {len(row)} and {num_new} tokens in one call")
+        check_context(start, num_new, info)
         logits = at_the_seam(lambda: self._extend(ids, start))
-        _check_shape(logits, (len(ids), len(ids[0]), info.vocab_size))
+        _check_shape(logits, (len(ids), num_new, info.vocab_size))
         for consumed, row in zip(self._ids, ids, strict=True):
             consumed.extend(row)
         return logits
@@ -133,6 +144,8 @@ class Session(ABC):
     def crop(self, length: int) -> None:
         """Forget all but the first ``length`` tokens."""
         self.subject.require(Ability.CROP)
+        if len(set(map(len, self._ids))) > 1:
+            raise SessionError("rows of unequal length cannot be cropped to one length")
         if not _is_integer(length) or not 0 <= length <= len(self):
             raise SessionError(f"cannot crop {len(self)} tokens to {length!r}")
         at_the_seam(lambda: self._crop(length))
@@ -142,6 +155,7 @@ class Session(ABC):
     def reorder(self, rows: Sequence[int]) -> None:
         """Let batch row i continue what was row ``rows[i]``; rows may repeat or be left out."""
         self.subject.require(Ability.REORDER)
+        _check_list("batch rows", rows)
         for row in rows:
             if not _is_integer(row) or not 0 <= row < len(self._ids):
                 raise SessionError(f"no batch row {row!r}: the session has {len(self._ids)}")
@@ -199,8 +213,7 @@ def at_the_seam(call: Callable[[], T]) -> T:
 
 def check_ids(ids: Sequence[int], info: SubjectInfo) -> None:
     """Raise `TokenError` unless ``ids`` holds at least one token and all lie in the vocabulary."""
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise TokenError(f"token ids must be a list or tuple of integers, not a {type(ids).__name__}")
+    _check_list("token ids", ids)
     if not ids:
         raise TokenError("no token: a prefix holds at least one")
     for token_id in ids:
@@ -208,6 +221,11 @@ def check_ids(ids: Sequence[int], info: SubjectInfo) -> None:
             raise TokenError(f"token id {token_id!r} is a {type(token_id).__name__}, not an integer")
         if not 0 <= token_id < info.vocab_size:
             raise TokenError(f"token id {token_id} is outside the vocabulary 0..{info.vocab_size - 1}")
+
+
+def _check_list(what: str, value: object) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TokenError(f"{what} must be a list or tuple of integers, not a {type(value).__name__}")
 
 
 def _is_integer(value: object) -> bool:

@@ -35,7 +35,7 @@ class ReferenceSubject(Subject):
             num_layers=config.num_layers,
             vocab_size=config.vocab_size,
             context_len=config.context_len,
-            abilities=tuple(Ability),
+            abilities=tuple(ability for ability in Ability if ability is not Ability.PAD),
         )
 
     @property
@@ -62,7 +62,7 @@ class ReferenceSubject(Subject):
         logits: Tensor = self.decoder(torch.tensor([ids]), torch.arange(len(ids))[None], tap=tap)
         return logits[0]
 
-    def _session(self, batch: int, tap: Tap) -> "ReferenceSession":
+    def _session(self, batch: int, tap: Tap, needs: frozenset[Ability]) -> "ReferenceSession":
         config = self.decoder.config
         cache = DecoderCache.empty(
             self.new_request(),
