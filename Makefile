@@ -34,5 +34,5 @@ clean:
 	@touch $@
 
 .venv/dev.stamp: $(SOURCES) | .venv/bin/python
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev,transformers]'
 	@touch $@ .venv/core.stamp

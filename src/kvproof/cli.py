@@ -85,7 +85,7 @@ def milestone(
 
 
 @cli.command()
-@click.argument("target")
+@click.argument("target", required=False)
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Declared dtype.")
 @click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
@@ -98,7 +98,7 @@ def milestone(
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
 def audit(
-    target: str,
+    target: str | None,
     dtype: str,
     length: int,
     seed: int,
@@ -122,6 +122,8 @@ def audit(
         for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
             click.echo(f"{entry.name:20} {entry.exposes}")
         return
+    if target is None:
+        raise click.UsageError("Missing argument 'TARGET'.")
     from kvproof._audit import audit as run
     from kvproof._audit import random_sequences
     from kvproof.subjects._targets import load_target

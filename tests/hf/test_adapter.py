@@ -53,7 +53,7 @@ def test_float64_is_true_although_the_model_casts_inside():
     ("model_type", "scenario", "where"),
     [
         ("mamba", "chunked prefill", "layers.0.mixer"),  # a block on a warm cache restarts the scan
-        ("zamba2", "token-by-token", "layers.0.mamba.norm"),  # dt is clamped in the scan, not in the step
+        ("zamba2", "token-by-token", "mamba.norm"),  # dt is clamped in the scan, not in the step
         ("roberta", "token-by-token", "position_embeddings"),  # positions count from the padding index + 1
     ],
 )
