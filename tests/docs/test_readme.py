@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_the_ten_lines_print_what_they_show(tmp_path: Path):
 def test_the_commands_print_what_they_show(session: str, tmp_path: Path):
     for part in session.split("$ ")[1:]:
         command, _, shown = part.partition("\n")
-        printed = masked(run(command.split(), tmp_path))
+        printed = masked(run(shlex.split(command), tmp_path))
         assert_shown(masked(shown), printed)
 
 
