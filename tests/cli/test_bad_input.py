@@ -183,6 +183,10 @@ UNREADABLE = "has metadata that cannot be read: "
         ("patterns", '["A B D"]', "was trained on patterns ['A B D'] over "),
         ("vocabulary", '["<bos>"]', "over ['<bos>'], not on this corpus"),
         ("digest", "0" * 64, f"{ALTERED_WEIGHTS} "),
+        ("config", "[" * 100000, UNREADABLE),
+        ("patterns", "[" * 100000, UNREADABLE),
+        ("seed", "-5", "records a seed of -5"),
+        ("digest", "\x1b[31m\nx", "it records \\x1b[31m\\nx…"),
     ],
 )
 def test_metadata_that_is_wrong_under_a_digest_that_is_right_is_refused(
@@ -429,6 +433,41 @@ def test_a_session_refuses_what_it_cannot_consume_and_stays_as_it_was(
     for mine, kept in zip(session.cache_tensors(), other.cache_tensors(), strict=True):
         assert all(torch.equal(mine[name], kept[name]) for name in ("k", "v"))
     assert torch.equal(session.extend([[3, 5]]), other.extend([[3, 5]]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [([5], "int"), ([None], "NoneType"), ([iter([2, 3])], "list_iterator"), ([{2: 1}], "dict"), (["23"], "str")],
+    ids=str,
+)
+def test_a_row_that_is_no_list_is_refused(rows: list[object], kind: str, subject: ReferenceSubject):
+    """Its length was asked for before it was looked at."""
+    session = subject.session()
+    with pytest.raises(TokenError, match=f"^token ids must be a list or tuple of integers, not a {kind}$"):
+        session.extend(rows)
+    assert session.ids == ((),)
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "what", "kind"),
+    [
+        ("extend", 5, "rows of token ids", "int"),
+        ("extend", None, "rows of token ids", "NoneType"),
+        ("extend", {(0, 2): 1}, "rows of token ids", "dict"),
+        ("extend", {(0, 2)}, "rows of token ids", "set"),
+        ("reorder", 5, "batch rows", "int"),
+        ("reorder", {0: 1}, "batch rows", "dict"),
+        ("reorder", b"\0", "batch rows", "bytes"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_refused(
+    method: str, argument: object, what: str, kind: str, subject: ReferenceSubject
+):
+    """Some ended in a traceback of Python's own, and some were taken."""
+    session = subject.session()
+    with pytest.raises(TokenError, match=f"^{what} must be a list or tuple of integers, not a {kind}$"):
+        getattr(session, method)(argument)
+    assert session.ids == ((),)
 
 
 def test_a_batch_refuses_rows_of_unequal_length_and_stays_as_it_was(subject: ReferenceSubject):

@@ -580,6 +580,39 @@ def test_an_edit_is_found_in_a_record_made_elsewhere_too(
     assert found(outcome, 4, member), outcome
 
 
+@pytest.mark.parametrize(
+    ("edit", "member"),
+    [
+        (lambda old: old[::-1], "order of top_logits"),
+        (lambda old: [old[0]] * len(old), "number of top_logits"),
+        (lambda old: old[:-1], "number of top_logits"),
+        (lambda old: [], "number of top_logits"),
+    ],
+    ids=["reversed", "repeated", "shortened", "emptied"],
+)
+def test_top_logits_that_are_not_the_largest_in_order_are_found_elsewhere_too(
+    edit: Edit, member: str, ledgers: dict[str, str], replayed
+):
+    """Only each entry was held to the model, and not which entries there are."""
+    lines = edited(ledgers["seeded"], 4, ("top_logits",), edit)
+    lines[0]["environment"]["torch"] = "0.0.1"
+    outcome = replayed(lines)
+    assert found(outcome, 4, member), outcome
+
+
+@pytest.mark.parametrize("member", ["subject_digest", "dtype"])
+def test_what_a_header_holds_is_shown_and_not_obeyed(member: str, ledgers: dict[str, str], replayed):
+    """It was printed as it stood, escape codes and line ends included."""
+    outcome = replayed(edited(ledgers["greedy"], 1, (member,), "\x1b[31mx\ny"))
+    assert outcome.refused("\\x1b[31mx\\ny"), outcome
+
+
+def test_a_generator_state_in_a_greedy_record_is_found(ledgers: dict[str, str], replayed):
+    outcome = replayed(edited(ledgers["greedy"], 2, ("generator_before",), "AAAA"))
+    assert found(outcome, 2, "generator_before"), outcome
+    assert outcome.err.endswith("generator_before is AAAA, and None follows\n")
+
+
 @pytest.mark.parametrize("line", [3, 4])
 def test_a_later_generator_state_of_an_unseeded_run_is_held_to_the_one_before(
     line: int, ledgers: dict[str, str], replayed

@@ -1,0 +1,63 @@
+"""Streams that are full or closed: the exit status says so, and what could be written was."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+
+
+def started(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, under a shell that redirects its streams."""
+    code = "from kvproof.cli import main; main()"
+    command = f'exec "$0" -c "{code}" "$@" {redirection}'
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-c", command, sys.executable, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["audit", "--list"]], ids=str)
+@needs_full
+def test_help_that_cannot_be_printed_exits_with_73(arguments: list[str]):
+    """It was taken for an error inside kvproof."""
+    done = started(">/dev/full", *arguments)
+    assert done.returncode == 73
+    assert done.stderr == "kvproof: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "cause"),
+    [pytest.param(">/dev/full", "No space left on device", marks=needs_full), (">&-", "it is closed")],
+)
+def test_a_replay_that_cannot_be_told_exits_with_73(
+    redirection: str, cause: str, ledgers: dict[str, str], scratch: Path, saved: Path
+):
+    """It ended in a traceback, or as if a line of the record had failed."""
+    scratch.write_text(ledgers["greedy"], "utf-8")
+    done = started(redirection, "replay", scratch, "--checkpoint", saved)
+    assert done.returncode == 73
+    assert done.stderr == f"kvproof: cannot write to standard output: {cause}\n"
+
+
+def test_a_closed_standard_output_does_not_lose_the_report(saved: Path, tmp_path: Path):
+    done = started(">&-", "milestone", "--checkpoint", saved, "--report", tmp_path / "report")
+    assert done.returncode == 73
+    assert (tmp_path / "report" / "report.json").exists()
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=needs_full)])
+def test_a_standard_error_that_takes_nothing_leaves_the_exit_status(
+    redirection: str, ledgers: dict[str, str], scratch: Path, saved: Path
+):
+    scratch.write_text(ledgers["greedy"], "utf-8")
+    assert started(redirection, "replay", scratch, "--checkpoint", saved).returncode == 0
+    assert started(redirection, "replay", scratch.parent / "missing.jsonl").returncode == 2
+    assert started(redirection, "nonsense").returncode == 2
