@@ -1,7 +1,6 @@
 """Generation: a policy applied outside the model, one request at a time, every step on record."""
 
 import base64
-import hashlib
 import math
 from typing import Literal
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvproof._compare import gap_between
+from kvproof._digest import row_digest
 from kvproof._errors import ContextError, SubjectError, UsageError
 from kvproof._ledger import (
     LEDGER_VERSION,
@@ -225,11 +225,6 @@ def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, Margi
     if margin <= 2 * error:
         return margin, MarginVerdict.EXPLAINED_FLIP
     return margin, MarginVerdict.SAFE if ranked(other)[0] == first else MarginVerdict.UNEXPLAINED_FLIP
-
-
-def row_digest(row: Tensor) -> str:
-    """Return the SHA-256, in hexadecimal, of a row's bytes."""
-    return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def new_generator(policy: Policy) -> torch.Generator | None:

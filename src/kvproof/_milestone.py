@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvproof._audit import audit
+from kvproof._digest import weights_digest
 from kvproof._errors import UsageError
 from kvproof._generate import first_difference, generate
 from kvproof._ledger import Run
@@ -37,7 +38,6 @@ from kvproof.reference import (
     Checkpoint,
     entropy_floor,
     largest_probability_error,
-    weights_digest,
 )
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
 from kvproof.scenarios import interleaved, token_by_token

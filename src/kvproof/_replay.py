@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvproof._compare import gap_between
+from kvproof._digest import row_digest
 from kvproof._errors import LedgerError, SessionError, UsageError
 from kvproof._generate import (
     NUM_TOP,
@@ -14,7 +15,6 @@ from kvproof._generate import (
     judge_margin,
     new_generator,
     ranked,
-    row_digest,
     state_of,
     stop_reason,
 )

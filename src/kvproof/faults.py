@@ -5,6 +5,7 @@ which it must first show. Planting gives a maker of taps, one for each session t
 planting share what the fault shares.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,7 +35,7 @@ class Fault:
     plant: Callable[[], MakeTap]
 
 
-class _FaultTap:
+class _FaultTap(ABC):
     """Follows the calls of one session and changes values in `change`.
 
     ``start`` is the position of the call's first new token, as the session gave it.
@@ -48,9 +49,9 @@ class _FaultTap:
             self.start = int(value[0, 0])
         return self.change(site, value)
 
+    @abstractmethod
     def change(self, site: Site, value: Tensor) -> Tensor:
         """Return what the decoder goes on with."""
-        raise NotImplementedError
 
 
 class _Change(_FaultTap):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvproof import Greedy, ReferenceSubject, Sample, Stops, generate
+from kvproof._digest import weights_digest
 from kvproof._errors import TokenError, TrainingError
 from kvproof.reference import (
     RECIPE,
@@ -19,7 +20,6 @@ from kvproof.reference import (
     entropy_floor,
     largest_probability_error,
     train,
-    weights_digest,
 )
 from kvproof.reference import training as training_module
 from kvproof.reference.corpus import BOS_ID, EOS_ID, PATTERNS, SEQUENCES, TARGETS, VOCABULARY

@@ -6,7 +6,7 @@ of kvproof: the seam's adapter stands outside.
 """
 
 from kvproof.reference.cache import DecoderCache, LayerCache
-from kvproof.reference.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_digest
+from kvproof.reference.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from kvproof.reference.corpus import PATTERNS, VOCABULARY, decode, encode
 from kvproof.reference.decoder import Decoder, DecoderConfig
 from kvproof.reference.training import RECIPE, Recipe, entropy_floor, largest_probability_error, train
@@ -28,5 +28,4 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "train",
-    "weights_digest",
 ]

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvproof._digest import weights_digest
 from kvproof._errors import CheckpointError
 from kvproof._files import write_whole
 from kvproof._text import printable
@@ -37,15 +37,6 @@ class Checkpoint:
     def digest(self) -> str:
         """The digest of the weights as they are now."""
         return weights_digest(self.decoder)
-
-
-def weights_digest(decoder: Decoder) -> str:
-    """Return the SHA-256, in hexadecimal, of every weight's name, dtype, shape and bytes, in order of name."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(decoder.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:

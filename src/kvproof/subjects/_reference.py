@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvproof._digest import weights_digest
 from kvproof._errors import CheckpointError
 from kvproof._report import SubjectInfo
 from kvproof._trace import Tap
-from kvproof.reference import VOCABULARY, Checkpoint, DecoderCache, weights_digest
+from kvproof.reference import VOCABULARY, Checkpoint, DecoderCache
 from kvproof.reference.cache import Append
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Session, Subject

@@ -6,7 +6,6 @@ the call no cached one, and nothing is concluded from it.
 """
 
 import copy
-import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from kvproof._digest import weights_digest
 from kvproof._errors import AbilityError, SubjectError, UsageError
 from kvproof._float64 import TrueFloat64
 from kvproof._report import SubjectInfo
@@ -83,7 +83,7 @@ class TransformersSubject(Subject):
         self.config = model.config.get_text_config(decoder=True)
         self._info = SubjectInfo(
             name=name,
-            digest=_digest(model),
+            digest=weights_digest(model),
             mode="train" if model.training else "eval",
             dtype=str(model.dtype).removeprefix("torch."),
             num_layers=int(self.config.num_hidden_layers),
@@ -264,14 +264,6 @@ def _context_len(config: Any) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 2**20
-
-
-def _digest(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 @contextmanager
