@@ -80,6 +80,7 @@ def test_the_list_names_every_scenario_without_a_target():
         (["nowhere"], ["'nowhere' is neither a folder nor random:TYPE"]),
         (["random:lama"], ["lama", "llama"]),
         (["random:t5"], ["t5"]),
+        (["random:blt", "--scenario", "fork"], ["random:blt cannot be audited", "num_hidden_layers"]),
         (["random:llama", "--scenario", "nonsense"], ["no scenario 'nonsense'", "token-by-token"]),
         (["random:llama", "--skip", "nonsense"], ["no scenario 'nonsense'"]),
         (["random:llama", "--length", "129"], ["129 tokens are more than the context of 128"]),
