@@ -438,7 +438,7 @@ def test_a_session_refuses_what_it_cannot_consume_and_stays_as_it_was(
 @pytest.mark.parametrize(
     ("rows", "kind"),
     [([5], "int"), ([None], "NoneType"), ([iter([2, 3])], "list_iterator"), ([{2: 1}], "dict"), (["23"], "str")],
-    ids=str,
+    ids=["int", "none", "iterator", "dict", "text"],
 )
 def test_a_row_that_is_no_list_is_refused(rows: list[object], kind: str, subject: ReferenceSubject):
     """Its length was asked for before it was looked at."""
