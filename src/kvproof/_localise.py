@@ -99,7 +99,7 @@ class _LiteralTraces:
     def limit(self, site: Site, prefix: tuple[int, ...]) -> float:
         """Return the gap beyond which a value at a site is wrong; integers must be equal."""
         whole = self[prefix][site]
-        if not whole.is_floating_point():
+        if not whole.is_floating_point() or whole.numel() == 0:
             return 0.0
         return value_limit(whole.dtype, self._noise_at(site, prefix), float(whole.abs().max()))
 
@@ -114,7 +114,9 @@ class _LiteralTraces:
         if (site, prefix) not in self._noise:
             alone = self[prefix[:-1]][site]
             shared = self[prefix][site].narrow(axis, 0, alone.shape[axis])
-            noise = largest((gap_between(alone, shared).size, self._noise_at(site, prefix[:-1])))
+            # A value whose size hangs on the length, as an index of selected tokens does, has no counterpart.
+            own = gap_between(alone, shared).size if alone.shape == shared.shape else 0.0
+            noise = largest((own, self._noise_at(site, prefix[:-1])))
             self._noise[site, prefix] = noise
         return self._noise[site, prefix]
 

@@ -139,6 +139,13 @@ def test_modules_are_seen_in_order_and_a_tap_can_replace_them():
     assert torch.equal(subject.rows((1, 2, 3)), plain), "no hook stays behind"
 
 
+def test_a_module_whose_output_grows_with_the_prefix_is_passed_by():
+    """Indices of selected tokens were held against a longer list of them, which ended in a traceback."""
+    subject = subject_of("deepseek_v4")
+    ids, _ = random_sequences(subject, 9, seed=1)
+    assert localise(subject, token_by_token(ids)).num_values > 0
+
+
 def test_rows_of_unequal_length_start_a_session_only():
     subject = subject_of("llama")
     session = subject.session(batch=2)
