@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test check bench schemas clean
+.PHONY: milestone test bench schemas clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone

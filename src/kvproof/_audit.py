@@ -29,7 +29,7 @@ from kvproof.subjects import Subject
 #: Rows of a vocabulary up to this size are kept in the report whole.
 KEPT_VOCABULARY = 256
 
-
+#: How uncached rows are computed.
 Reference = Literal["literal", "one-pass"]
 
 
