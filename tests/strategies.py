@@ -39,7 +39,8 @@ def random_subject(config: DecoderConfig, seed: int, dtype: torch.dtype = torch.
             elif weight.dim() == 2:
                 weight.copy_(1.8 / math.sqrt(weight.shape[1]) * noise)
             else:
-                weight.add_(0.2 * noise)
+                start = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                weight.copy_(start + 0.2 * noise)
     frozen = decoder.to(dtype).eval().requires_grad_(False)
     return ReferenceSubject(Checkpoint(decoder=frozen, seed=seed, loss=math.nan))
 

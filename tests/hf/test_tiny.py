@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 import torch
 
 from kvproof._errors import UsageError
-from kvproof.subjects._tiny import known_types, tiny_config, tiny_model
+from kvproof.subjects._transformers import known_types, tiny_config, tiny_model
 
 TYPES = [
     "bamba",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvproof._errors import UsageError
-from kvproof.subjects._tiny_sizes import (
+from kvproof.subjects._transformers._tiny_sizes import (
     CONTEXT_LEN,
     EXCEPTIONS,
     LAYER_COUNTS,

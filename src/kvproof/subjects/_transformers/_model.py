@@ -8,58 +8,24 @@ the call no cached one, and nothing is concluded from it.
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from kvproof._digest import weights_digest
 from kvproof._errors import AbilityError, SubjectError, UsageError
 from kvproof._float64 import TrueFloat64
 from kvproof._report import SubjectInfo
-from kvproof._stages import Site, Stage
 from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Session, Subject
-from kvproof.subjects._tiny import tiny_model
+from kvproof.subjects._transformers._taps import tapped
 
 #: The names of the cache argument that are understood, newest first.
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-
-
-def load_folder(folder: Path, *, dtype: torch.dtype, attention: str) -> "TransformersSubject":
-    """Load a local folder: safetensors only, no remote code, no network.
-
-    Raises `UsageError` naming the folder and what is wrong with it.
-    """
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} holds no config.json: it is not a transformers model")
-    if not any(folder.glob("*.safetensors")):
-        kind = (
-            "pickled weights, which can run code when they are read"
-            if any(folder.glob("*.bin"))
-            else "no weights"
-        )
-        raise UsageError(f"{folder} holds {kind}; kvproof reads safetensors alone")
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, use_safetensors=True, dtype=dtype, attn_implementation=attention, **options
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UsageError(f"{folder} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    return TransformersSubject(model, name=folder.name)
-
-
-def random_model(model_type: str, *, seed: int, dtype: torch.dtype, attention: str) -> "TransformersSubject":
-    """Build a tiny random model of any causal type that the library knows."""
-    model = tiny_model(model_type, seed=seed, attention=attention).to(dtype)
-    return TransformersSubject(model, name=f"random:{model_type}", seed=seed)
 
 
 class TransformersSubject(Subject):
@@ -120,7 +86,7 @@ class TransformersSubject(Subject):
             if self.model.dtype is torch.float64:
                 stack.enter_context(TrueFloat64())
             if tap is not untouched:
-                stack.enter_context(_tapped(self.model, tap, tuple(arguments["input_ids"].shape)))
+                stack.enter_context(tapped(self.model, tap, tuple(arguments["input_ids"].shape)))
             return self.model(**arguments)
 
     def _abilities(self) -> Iterator[Ability]:
@@ -264,44 +230,3 @@ def _context_len(config: Any) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 2**20
-
-
-@contextmanager
-def _tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]:
-    """Hand every module's output to the tap, in the order in which modules finish.
-
-    Outputs are brought to (batch, new, …); what has neither those axes nor their product in front is passed
-    by. A module that runs more than once in a forward is told apart by a count.
-    """
-    calls: dict[str, int] = {}
-
-    def hook(name: str, output: Any) -> Any:
-        value = output[0] if isinstance(output, tuple) and output else output
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return None
-        if tuple(value.shape[:2]) != shape and value.shape[0] != shape[0] * shape[1]:
-            return None
-        calls[name] = calls.get(name, 0) + 1
-        label = name if calls[name] == 1 else f"{name} (run {calls[name]})"
-        seen = value if tuple(value.shape[:2]) == shape else value.reshape(*shape, *value.shape[1:])
-        changed = tap(Site(Stage.MODULE, _layer_of(name), label), seen)
-        if changed is seen:
-            return None
-        changed = changed.reshape(value.shape)
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    handles = [
-        module.register_forward_hook(lambda module, args, output, name=name: hook(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the first number in a module's path: the layer that it belongs to."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)

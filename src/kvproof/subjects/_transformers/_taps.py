@@ -1,0 +1,51 @@
+"""Taps on any torch module: its output, by a forward hook, in the order in which modules finish."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvproof._stages import Site, Stage
+from kvproof._trace import Tap
+
+
+@contextmanager
+def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]:
+    """Hand every module's output to the tap, in the order in which modules finish.
+
+    Outputs are brought to (batch, new, …); what has neither those axes nor their product in front is passed
+    by. A module that runs more than once in a forward is told apart by a count.
+    """
+    calls: dict[str, int] = {}
+
+    def hook(name: str, output: Any) -> Any:
+        value = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return None
+        if tuple(value.shape[:2]) != shape and value.shape[0] != shape[0] * shape[1]:
+            return None
+        calls[name] = calls.get(name, 0) + 1
+        label = name if calls[name] == 1 else f"{name} (run {calls[name]})"
+        seen = value if tuple(value.shape[:2]) == shape else value.reshape(*shape, *value.shape[1:])
+        changed = tap(Site(Stage.MODULE, _layer_of(name), label), seen)
+        if changed is seen:
+            return None
+        changed = changed.reshape(value.shape)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    handles = [
+        module.register_forward_hook(lambda module, args, output, name=name: hook(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the first number in a module's path: the layer that it belongs to."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
