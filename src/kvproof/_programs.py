@@ -1,13 +1,29 @@
 """Runs a scenario's operations on sessions, call by call."""
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvproof._errors import ContextError, SubjectError
 from kvproof._trace import Tap
 from kvproof.faults import MakeTap, no_fault
-from kvproof.scenarios import Crop, Extend, Fork, Open, Operation, Reorder, Reset, Scenario
+from kvproof.scenarios import (
+    Claim,
+    Crop,
+    Extend,
+    Fork,
+    Generate,
+    Open,
+    Operation,
+    Poison,
+    Refused,
+    Reorder,
+    Reset,
+    Scenario,
+    capacity,
+)
 from kvproof.subjects import Session, Subject
 
 
@@ -24,26 +40,39 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One `Extend` that ran; ``tap`` is its session's."""
+    """One `Extend`, or one forward of a `Generate`, that ran; ``tap`` is its session's, or the forward's."""
 
     rows: tuple[Row, ...]
     tap: Tap
 
 
-def run_program(subject: Subject, scenario: Scenario, make_tap: MakeTap = no_fault) -> Iterator[Call]:
-    """Run a scenario's operations in order and yield each `Extend` as a call.
+@dataclass(slots=True, kw_only=True)
+class Coverage:
+    """What a run really reached and did, to hold against what its scenario says."""
 
-    Every session gets a tap of its own from ``make_tap``. What the session refuses or the decoder raises
-    comes through.
+    lengths: set[int] = field(default_factory=set)  #: of the prefixes whose rows were compared
+    counts: Counter[Claim] = field(default_factory=Counter)
+
+    def missing(self, scenario: Scenario) -> str | None:
+        """Return what the scenario says it does and did not, in words, or none."""
+        lengths = [str(length) for length in scenario.crosses if length not in self.lengths]
+        parts = [f"no row after {', '.join(lengths)} tokens"] if lengths else []
+        parts += [f"no {claim.value}" for claim in sorted(scenario.claims) if not self.counts[claim]]
+        return "; ".join(parts) or None
+
+
+def run_program(
+    subject: Subject, scenario: Scenario, make_tap: MakeTap = no_fault, coverage: Coverage | None = None
+) -> Iterator[Call]:
+    """Run a scenario's operations in order and yield each `Extend`, and each forward of a `Generate`, as a call.
+
+    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. What the
+    session refuses or the decoder raises comes through. ``coverage`` is filled on the way.
     """
-    tap = make_tap()
-    sessions = [(subject.session(batch=scenario.batch, tap=tap, needs=scenario.needs), tap)]
-    for operation in scenario.operations:
-        if isinstance(operation, Extend):
-            session, tap = sessions[operation.session]
-            yield _extend(session, operation, tap)
-        else:
-            _apply(subject, scenario, operation, sessions, make_tap)
+    coverage = Coverage() if coverage is None else coverage
+    for call in _Run(subject, scenario, make_tap, coverage.counts).calls():
+        coverage.lengths.update(len(row.prefix) for row in call.rows)
+        yield call
 
 
 def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
@@ -59,28 +88,90 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
         )
         for offset in range(num_new)
         for batch_row, ids in enumerate(session.ids)
-        if offset >= num_new - len(operation.ids[batch_row])  # what stands before a shorter row is padding
+        # What stands before a shorter row is padding.
+        if offset >= num_new - (1 if operation.last_only else len(operation.ids[batch_row]))
     )
     return Call(rows=rows, tap=tap)
 
 
-def _apply(
-    subject: Subject,
-    scenario: Scenario,
-    operation: Operation,
-    sessions: list[tuple[Session, Tap]],
-    make_tap: MakeTap,
-) -> None:
-    match operation:
-        case Open(batch=batch):
-            tap = make_tap()
-            sessions.append((subject.session(batch=batch, tap=tap, needs=scenario.needs), tap))
-        case Fork(session=index):
-            tap = make_tap()
-            sessions.append((sessions[index][0].fork(tap=tap), tap))
-        case Crop(session=index, length=length):
-            sessions[index][0].crop(length)
-        case Reorder(session=index, rows=rows):
-            sessions[index][0].reorder(rows)
-        case Reset(session=index):
-            sessions[index][0].reset()
+class _Run:
+    """The sessions of one run of a scenario, with the tap of each."""
+
+    def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, counts: Counter[Claim]) -> None:
+        self.subject = subject
+        self.scenario = scenario
+        self.make_tap = make_tap
+        self.counts = counts
+        self.sessions: list[tuple[Session, Tap]] = []
+
+    def calls(self) -> Iterator[Call]:
+        """Run the operations and yield what gave rows."""
+        if any(not isinstance(operation, Generate) for operation in self.scenario.operations):
+            self._open(self.scenario.batch)
+        for operation in self.scenario.operations:
+            match operation:
+                case Extend(session=index):
+                    session, tap = self.sessions[index]
+                    yield _extend(session, operation, tap)
+                case Generate():
+                    yield from self._generate(operation)
+                case _:
+                    self._apply(operation)
+
+    def _open(self, batch: int) -> None:
+        tap = self.make_tap()
+        session = self.subject.session(
+            batch=batch,
+            tap=tap,
+            needs=self.scenario.needs,
+            cache=self.scenario.cache,
+            capacity=capacity(self.scenario) or None,
+            omit_positions=self.scenario.omit_positions,
+        )
+        self.sessions.append((session, tap))
+
+    def _apply(self, operation: Operation) -> None:
+        match operation:
+            case Open(batch=batch):
+                self._open(batch)
+            case Fork(session=index):
+                tap = self.make_tap()
+                self.sessions.append((self.sessions[index][0].fork(tap=tap), tap))
+            case Crop(session=index, length=length):
+                self.sessions[index][0].crop(length)
+            case Reorder(session=index, rows=rows):
+                self.sessions[index][0].reorder(rows)
+            case Reset(session=index):
+                self.sessions[index][0].reset()
+            case Poison(session=index):
+                self.counts[Claim.POISONED] += self.sessions[index][0].poison()
+            case Refused(session=index, ids=ids):
+                self._be_refused(self.sessions[index][0], ids)
+
+    def _be_refused(self, session: Session, ids: tuple[tuple[int, ...], ...]) -> None:
+        before = session.ids
+        try:
+            session.extend(ids)
+        except ContextError:
+            if session.ids != before:
+                raise SubjectError("a call that was refused for its length changed the session") from None
+            self.counts[Claim.REFUSED] += 1
+        else:
+            raise SubjectError(f"{len(session)} tokens were taken, and the context ends before")
+
+    def _generate(self, operation: Generate) -> Iterator[Call]:
+        generated = self.subject.generate(operation, self.make_tap)
+        self.counts.update(generated.counts)
+        for call in generated.calls:
+            rows = tuple(
+                Row(
+                    prefix=prefix,
+                    batch_row=batch_row,
+                    offset=call.offset + kept,
+                    is_last=call.offset + kept == call.num_new - 1,
+                    logits=call.logits[batch_row, kept],
+                )
+                for kept, prefixes in enumerate(call.prefixes)
+                for batch_row, prefix in enumerate(prefixes)
+            )
+            yield Call(rows=rows, tap=call.tap)

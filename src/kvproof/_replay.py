@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvproof._compare import gap_between
+from kvproof._compare import gap_between, judge_margin
 from kvproof._digest import row_digest
 from kvproof._errors import LedgerError, SessionError, UsageError
 from kvproof._generate import (
     NUM_TOP,
     choose,
     generator_at,
-    judge_margin,
     new_generator,
     ranked,
     state_of,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproof._environment import Environment
-from kvproof._ledger import Run
+from kvproof._ledger import MarginVerdict, Run
 from kvproof._stages import Stage
 from kvproof.scenarios import Ability
 
@@ -95,6 +95,9 @@ class RowResult:
     top_noise: float | None
     uncached_error: float | None  #: declared uncached row against the float64 row, running maximum
     cached_error: float | None  #: declared cached row against the float64 row
+    sampled_error: float | None  #: how far random rounding moves the row; measured only where it decides
+    margin: float  #: the expected row's largest logit minus its second largest
+    margin_verdict: MarginVerdict  #: whether the gap could change the most likely token
     verdict: Verdict
     reason: str
     expected: tuple[float, ...] | None  #: the uncached row itself, where the vocabulary is small
@@ -123,16 +126,28 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FourWays:
+    """One row by every way to compute it, in float64, grouped by which agree; the largest group first."""
+
+    ids: tuple[int, ...]
+    groups: tuple[tuple[str, ...], ...]
+    suspect: str | None  #: the one way that stands alone against all others, where there is one
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
     """All rows of one scenario."""
 
     name: str
+    advice: bool  #: the caller did what the library's documentation says not to: no part of the verdict
     verdict: Verdict
     rows: tuple[RowResult, ...]
     largest_gap: float
     num_values_compared: int  #: intermediate values compared at the top rung
     reason: str | None  #: why nothing, or not everything, was compared
     divergence: Divergence | None
+    four_ways: FourWays | None  #: of the first row that diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +279,8 @@ class Report:
     constants: tuple[Constant, ...]
     scenarios: tuple[ScenarioResult, ...]
     faults: tuple[FaultResult, ...]
+    notes: tuple[str, ...]  #: what else a reader must know, as that there was no float64 rung
+    partial: bool  #: interrupted, or stopped at the first finding: scenarios may be missing
     milestone: Milestone | None
 
     @property

@@ -22,6 +22,7 @@ class Stage(StrEnum):
     CACHE_K = "cache_k"  #: the keys that attention reads: every slot of the appended cache
     CACHE_V = "cache_v"  #: the values that attention reads
     ATTN_WEIGHTS = "attn_weights"  #: attention probabilities over the valid entries
+    ATTN_MIX = "attn_mix"  #: what attention read, each head's mix of values, before the output projection
     ATTN_OUT = "attn_out"  #: attention output, after the output projection
     ATTN_RESIDUAL = "attn_residual"  #: layer input + attention output
     MLP_OUT = "mlp_out"  #: output of the MLP, its norm included
@@ -35,8 +36,10 @@ class Stage(StrEnum):
 #: Stages that exist once, before the first layer and after the last one.
 BEFORE_LAYERS = (Stage.TOKEN, Stage.POSITION, Stage.EMBEDDING)
 AFTER_LAYERS = (Stage.FINAL_NORM, Stage.LOGITS, Stage.POLICY)
-#: Stages that every layer has, in causal order.
-IN_LAYER = tuple(s for s in Stage if s not in (*BEFORE_LAYERS, *AFTER_LAYERS, Stage.MODULE))
+#: Stages that adapters show of models which have no taps of their own.
+SHOWN_BY_ADAPTERS = (Stage.ATTN_MIX, Stage.MODULE)
+#: Stages that every layer of a decoder of our own has, in causal order.
+IN_LAYER = tuple(s for s in Stage if s not in (*BEFORE_LAYERS, *AFTER_LAYERS, *SHOWN_BY_ADAPTERS))
 #: Stages whose value covers every cache slot and not only the new tokens.
 OVER_SLOTS = frozenset({Stage.CACHE_K, Stage.CACHE_V})
 
@@ -53,9 +56,10 @@ class Site:
     module: str | None = None
 
     def __str__(self) -> str:
-        if self.module is not None:
+        if self.stage is Stage.MODULE:
             return f"the output of {self.module}"
-        return self.stage.value if self.layer is None else f"{self.stage.value} of layer {self.layer}"
+        place = self.stage.value if self.layer is None else f"{self.stage.value} of layer {self.layer}"
+        return place if self.module is None else f"{place} in {self.module}"
 
 
 def causal_order(num_layers: int) -> tuple[Site, ...]:
@@ -78,6 +82,7 @@ LIKELY_CONTRACT: dict[Stage, str] = {
     Stage.CACHE_K: "cache content: a stored key changed after it was written, or the wrong one is read",
     Stage.CACHE_V: "cache content: a stored value changed after it was written, or the wrong one is read",
     Stage.ATTN_WEIGHTS: "mask or scale: attention read the wrong rows of a cache that is right",
+    Stage.ATTN_MIX: "attention mix: keys, values and weights, where they are shown, are right",
     Stage.ATTN_OUT: "attention mix or output projection",
     Stage.ATTN_RESIDUAL: "residual addition after attention",
     Stage.MLP_OUT: "MLP or its normalisation",
@@ -90,4 +95,5 @@ LIKELY_CONTRACT: dict[Stage, str] = {
 WRONG_LAYER = "wrong layer's cache: each layer must read and append to its own"
 WRONG_SLOT = "stale or misplaced slot: a layer's entries must stand in the order of consumption"
 WRONG_KIND = "keys and values swapped"
+WRONG_DTYPE = "precision: a value is held, or computed, in a lower dtype than on the uncached path"
 WRONG_REQUEST = "cross-request cache contamination: each request owns its cache"

@@ -4,8 +4,9 @@ A decoder that can be tapped hands each intermediate value to its tap and goes o
 returns. Recording returns the value as it is; planting a fault returns another one.
 
 Axes by stage: ``token`` and ``position`` are (batch, new); ``new_q``, ``new_k``, ``new_v`` are
-(batch, head, new, head_dim); ``cache_k`` and ``cache_v`` (batch, head, slot, head_dim); ``attn_weights``
-(batch, head, new, slot); every other stage (batch, new, …), ``logits`` (batch, new, vocab).
+(batch, head, new, head_dim); ``cache_len`` is (batch,), ``cache_k`` and ``cache_v`` (batch, head, slot,
+head_dim); ``attn_weights`` (batch, head, new, slot); ``attn_mix`` (batch, new, head, head_dim); every other
+stage (batch, new, …), ``logits`` (batch, new, vocab).
 """
 
 from collections.abc import Callable
@@ -33,6 +34,11 @@ class Recorder:
         self.values: dict[Site, Tensor] = {}
         self._inner = inner
 
+    def take(self) -> dict[Site, Tensor]:
+        """Return what was recorded since the last time, and forget it: a call must not show an earlier one's."""
+        values, self.values = self.values, {}
+        return values
+
     def __call__(self, site: Site, value: Tensor, /) -> Tensor:
         value = self._inner(site, value)
         self.values[site] = value.detach().clone()
@@ -44,6 +50,6 @@ _AFTER_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIG
 
 def token_axis(stage: Stage) -> int | None:
     """Return the axis along which a stage's value has one entry for each new token, or none."""
-    if stage in OVER_SLOTS:
+    if stage in OVER_SLOTS or stage is Stage.CACHE_LEN:
         return None
     return 2 if stage in _AFTER_HEADS else 1

@@ -1,29 +1,43 @@
 """The command line. Nothing heavy is imported before a command runs."""
 
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvproof._errors import KvproofError, OutputError, UsageError
+from kvproof._outputs import (
+    EXIT_OUTPUT,
+    complain,
+    made,
+    print_report,
+    print_text,
+    save,
+    write_json,
+    write_milestone,
+    written,
+)
+from kvproof._progress import Progress, shown_progress
 
 if TYPE_CHECKING:
     from kvproof._ledger import Header
     from kvproof._report import Report
+    from kvproof._uncached import Reference
     from kvproof.reference import Checkpoint
-    from kvproof.render.terminal import Look
 
 #: Exit statuses that no verdict uses.
-EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 5, 70, 73, 130
+EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_INTERRUPTED = 2, 5, 70, 130
 #: What `--without` takes; the same as ``kvproof._milestone.SWITCHES``, which a test holds it to.
 SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTIONS = ("eager", "sdpa")
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -70,18 +84,18 @@ def milestone(
     Recreates the trained checkpoint, compares the cached path with the uncached one at all 16 prefixes,
     plants both deliberate failures, generates with both policies, and holds the acceptance gate.
     """
-    with _progress(quiet) as progress:
+    with shown_progress(quiet) as progress:
         weights = _load(checkpoint) if checkpoint else _train(progress)
         from kvproof._milestone import milestone as run
 
         source = str(checkpoint) if checkpoint else "trained"
         report = run(weights, source=source, without=without, on_stage=progress.stage)
-    outputs: list[Callable[[], None]] = [lambda: _print_report(report, as_json=as_json, quiet=quiet)]
+    outputs: list[Callable[[], None]] = [lambda: print_report(report, as_json=as_json, quiet=quiet)]
     if save_checkpoint is not None:
-        outputs.append(lambda: _save(weights, save_checkpoint))
+        outputs.append(lambda: save(weights, save_checkpoint))
     if report_dir is not None:
-        outputs.append(lambda: _write_report(report, weights, report_dir))
-    sys.exit(_written(outputs, report.exit_status))
+        outputs.append(lambda: write_milestone(report, weights, report_dir))
+    sys.exit(written(outputs, report.exit_status))
 
 
 @cli.command()
@@ -90,62 +104,150 @@ def milestone(
 @click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
 @click.option("--attention", type=click.Choice(["eager", "sdpa"]), default="eager", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Where the model runs, such as cuda or cuda:1.")
+@click.option("--config", type=_FILE, help="Instead of TARGET: a random model of exactly this config.json.")
+@click.option("--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
+@click.option("--prompt-file", type=_FILE, help="The same, from a UTF-8 file.")
 @click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
 @click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
 @click.option("--list", "as_list", is_flag=True, help="List the scenarios and what each exposes.")
-@click.option("--report", "report_file", type=_FILE, help="Write the report as JSON to this file.")
+@click.option(
+    "--reference",
+    type=click.Choice(["one-pass", "literal"]),
+    default="one-pass",
+    show_default=True,
+    help="How uncached rows are computed: in one pass after a proof of causality, or each prefix on its own.",
+)
+@click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
+@click.option(
+    "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json into this folder."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
 def audit(
     target: str | None,
-    dtype: str,
     length: int,
     seed: int,
-    attention: str,
+    prompt: str | None,
+    prompt_file: Path | None,
     scenario: tuple[str, ...],
     skip: tuple[str, ...],
     require: tuple[str, ...],
     as_list: bool,
-    report_file: Path | None,
+    reference: "Reference",
+    fail_fast: bool,
+    report_dir: Path | None,
     as_json: bool,
     quiet: bool,
+    **loading: Any,
 ) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 
-    TARGET is a folder with a transformers model (safetensors), or random:TYPE for a tiny random model of any
-    causal type that transformers knows. Needs kvproof[transformers].
+    TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
+    or random:TYPE for a tiny random model of any causal type that transformers knows. A prompt shorter than
+    --length is filled up with random tokens. Needs kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
     from kvproof.scenarios import catalogue, named
 
     if as_list:
         for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
-            click.echo(f"{entry.name:20} {entry.exposes}")
+            click.echo(f"{entry.name:37} {entry.exposes}")
         return
-    if target is None:
-        raise click.UsageError("Missing argument 'TARGET'.")
+    if target is None and loading["config"] is None:
+        raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
+    text = _prompt(prompt, prompt_file)
     from kvproof._audit import audit as run
-    from kvproof._audit import random_sequences
     from kvproof._milestone import one_thread
-    from kvproof.subjects._targets import load_target
+    from kvproof._prompts import sequences_for
+    from kvproof.subjects._targets import LoadOptions, load_target
 
     # More threads than one only wait for each other on tensors as small as a random model's.
-    with _progress(quiet) as progress, one_thread() if target.startswith("random:") else nullcontext():
-        progress.stage(f"loading {target}")
-        subject = load_target(target, dtype=dtype, seed=seed, attention=attention)
-        programs = catalogue(*random_sequences(subject, length, seed))
+    tiny = target is not None and target.startswith("random:")
+    with shown_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
+        progress.stage(f"loading {target or loading['config']}")
+        subject = load_target(target, LoadOptions(seed=seed, **loading))
+        programs = catalogue(*sequences_for(subject, text, length, seed), subject.boundaries)
         chosen = named(programs, only=scenario, without=skip)
-        report = run(subject, chosen, all_values=False, on_scenario=progress.stage)
-    outputs: list[Callable[[], None]] = [lambda: _print_report(report, as_json=as_json, quiet=quiet)]
-    if report_file is not None:
-        outputs.append(lambda: _write_json(report, report_file))
+        progress.parts(1 + len({program.name for program in chosen}))
+        report = run(
+            subject,
+            chosen,
+            reference=reference,
+            all_values=False,
+            fail_fast=fail_fast,
+            keep_partial=True,
+            on_scenario=progress.part,
+        )
+    outputs: list[Callable[[], None]] = [lambda: print_report(report, as_json=as_json, quiet=quiet)]
+    if not as_json and not quiet:
+        outputs.append(lambda: print_text(_again(click.get_current_context(), report)))
+    if report_dir is not None:
+        outputs.append(lambda: write_json(report, made(report_dir) / "report.json"))
     status = report.exit_status
+    if report.partial and not (fail_fast and status):
+        complain("interrupted; the report holds what was done so far")
+        status = EXIT_INTERRUPTED
     checked = {s.name for s in report.scenarios if s.verdict.value != "not-checked"}
     for name in require:
         if name not in checked:
-            _complain(f"scenario {name!r} was required and not checked")
+            complain(f"scenario {name!r} was required and not checked")
             status = status or EXIT_REQUIRED
-    sys.exit(_written(outputs, status))
+    sys.exit(written(outputs, status))
+
+
+def _again(context: click.Context, report: "Report") -> str:
+    """Return the line to type to repeat the first finding alone, or nothing where there is none."""
+    name = next((s.name for s in report.scenarios if s.verdict.value == "diverged" and not s.advice), None)
+    if name is None:
+        return ""
+    left_out = {"scenario", "skip", "require", "fail_fast", "report_dir", "as_json", "quiet", "as_list"}
+    words = ["kvproof", "audit"]
+    for parameter in context.command.params:
+        value = context.params[str(parameter.name)]
+        if parameter.name in left_out or value in (None, parameter.get_default(context)):
+            continue
+        if isinstance(parameter, click.Argument):
+            words.append(str(value))
+        else:
+            words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    if name != "causality":  # it comes before every scenario
+        words += ["--scenario", name]
+    return f"To repeat the first finding alone: {shlex.join(words)}\n"
+
+
+@cli.command(context_settings={"show_default": True})
+@click.argument("targets", nargs=-1)
+@click.option("--all-types", is_flag=True, help="Every causal type that transformers knows, as random:TYPE.")
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), default=["float32"])
+@click.option("--attention", "attentions", multiple=True, type=click.Choice(ATTENTIONS), default=["eager"])
+@click.option("--length", type=click.IntRange(min=8), default=28, help="Tokens a sequence.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of weights and tokens.")
+@click.option("--scenario", "only", multiple=True, metavar="NAME", help="Run only this scenario.")
+@click.option("--skip", "without", multiple=True, metavar="NAME", help="Leave this scenario out.")
+@click.option("--jobs", "num_jobs", type=click.IntRange(1, 1024), help="Processes at a time; else one a core.")
+@click.option("--limit", "limit_s", type=click.IntRange(1, 604_800), default=120, help="Seconds for each audit.")
+@click.option("--out", "folder", type=click.Path(path_type=Path), required=True, help="Write the table here.")
+@click.option("--fresh", is_flag=True, help="Start again, and forget what the folder holds.")
+@click.option("--quiet", is_flag=True, help="Print one sentence, and no progress.")
+def sweep(targets: tuple[str, ...], folder: Path, quiet: bool, **options: Any) -> None:
+    """Audit many TARGETS, each in a process of its own, into one table: sweep.json and sweep.md in --out.
+
+    A sweep that was interrupted or killed goes on where it was when it is called again. A target that cannot
+    be built is listed as refused; it fails the sweep only if it was named, and then with 2. One that crashes or
+    is cut off counts as inconclusive. --dtype, --attention, --scenario and --skip may be repeated.
+    """
+    if not targets and not options["all_types"]:
+        raise click.UsageError("Missing argument 'TARGETS' (or --all-types).")
+    with shown_progress(quiet, still=True) as progress:
+        from kvproof._sweep import sweep_targets
+
+        table = sweep_targets(targets, folder, on_group=progress.groups, on_note=complain, **options)
+    text = table.summary if quiet else f"{table.summary}\nThe table: {folder / 'sweep.md'}"
+    status = table.verdict.exit_status or (EXIT_USAGE if table.refused(targets) else 0)
+    sys.exit(written([lambda: print_text(f"{text}\n")], status))
 
 
 @cli.command()
@@ -172,7 +274,7 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
         raise LedgerError(f"no such ledger: {ledger}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError(f"cannot read {ledger}: {error}") from error
-    with _progress(quiet) as progress:
+    with shown_progress(quiet) as progress:
         weights = _load(checkpoint) if checkpoint else _recreate(progress, record.run.header, ledger)
         from kvproof._milestone import TOLERANCE, one_thread
         from kvproof._replay import replay as run
@@ -184,53 +286,34 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
             except UsageError as error:
                 raise LedgerError(f"{ledger}: {error}") from error
     if result.problem is not None:
-        _complain(f"{ledger}: {result.problem}")
+        complain(f"{ledger}: {result.problem}")
     if record.damage is not None:
-        _complain(f"{ledger}: {record.damage}; the lines before it were replayed")
+        complain(f"{ledger}: {record.damage}; the lines before it were replayed")
     if result.problem is not None or record.damage is not None:
         sys.exit(1)
     if not quiet:
         bits = "to the last bit" if result.bit_identical else "within the tolerance"
         end = record.run.end
-        _print(
+        print_text(
             f"{ledger}: all {result.num_lines} lines replay through both paths, logits {bits}.\n"
             f"{printable(end.tokens) if end else ''}\n"
         )
 
 
-class Progress:
-    """Tells a person what is being done; the silent form says nothing."""
-
-    def step(self, done: int, total: int, loss: float) -> None:
-        """Report one finished training step and the loss before it, in nats."""
-
-    def stage(self, name: str) -> None:
-        """Report what is being run next."""
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress]:
-    """Show progress on standard error, where that is a terminal and the caller did not ask for quiet."""
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
-        yield Progress()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("loading torch", total=None)
-
-        class Shown(Progress):
-            def step(self, done: int, total: int, loss: float) -> None:
-                text = f"training, loss {loss:.4f} nats"
-                bars.update(task, completed=done, total=total, description=text)
-
-            def stage(self, name: str) -> None:
-                bars.update(task, description=name, total=None)
-
-        yield Shown()
+def _prompt(text: str | None, file: Path | None) -> str | None:
+    """Return the prompt, exactly as it was typed or as it stands in the file."""
+    if file is None:
+        return text
+    if text is not None:
+        raise UsageError("give --prompt or --prompt-file, not both")
+    try:
+        return file.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise UsageError(f"no such prompt file: {file}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt file {file} is not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
 
 
 def _train(progress: Progress, seed: int | None = None) -> "Checkpoint":
@@ -261,90 +344,6 @@ def _load(path: Path) -> "Checkpoint":
     return load_checkpoint(path)
 
 
-def _written(outputs: list[Callable[[], None]], status: int) -> int:
-    """Run every output; one that fails does not lose the others, and shows in the exit status."""
-    for write in outputs:
-        try:
-            write()
-        except OutputError as error:
-            _complain(str(error))
-            status = status or EXIT_OUTPUT
-    return status
-
-
-def _write_json(report: "Report", path: Path) -> None:
-    from kvproof._files import write_whole
-    from kvproof.render.json import render
-
-    write_whole(path, render(report).encode())
-
-
-def _save(weights: "Checkpoint", path: Path) -> None:
-    from kvproof.reference import save_checkpoint
-
-    save_checkpoint(weights, path)
-
-
-def _print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        from kvproof.render.json import render as as_text
-
-        text = as_text(report)
-    elif quiet:
-        text = f"{report.summary}\n"
-    else:
-        from kvproof.render.terminal import render
-
-        width, look = _terminal()
-        text = render(report, width=width, look=look)
-    _print(text)
-
-
-def _print(text: str) -> None:
-    """Print text as it is; a closed pipe or a full disk raises `OutputError`."""
-    try:
-        click.echo(text, nl=False, color=True)
-        if sys.stdout is None:
-            raise OutputError("cannot write to standard output: it is closed")
-    except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it when it exits
-        raise OutputError(f"cannot write to standard output: {error.strerror}") from error
-
-
-def _terminal() -> "tuple[int, Look]":
-    import shutil
-
-    from kvproof.render.terminal import Look
-
-    forced = bool(os.environ.get("FORCE_COLOR"))
-    if (sys.stdout is None or not sys.stdout.isatty()) and not forced:
-        return 100, Look.PLAIN
-    width = max(80, shutil.get_terminal_size((100, 24)).columns)
-    return width, Look.MONO if os.environ.get("NO_COLOR") else Look.COLOUR
-
-
-def _write_report(report: "Report", weights: "Checkpoint", folder: Path) -> None:
-    from kvproof._files import write_whole
-    from kvproof._ledger import ledger_lines
-
-    assert report.milestone is not None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make the report folder {folder}: {error.strerror}") from error
-    for pair in report.milestone.runs[:2]:
-        lines = "".join(f"{line}\n" for line in ledger_lines(pair.cached))
-        write_whole(folder / f"{pair.name}.jsonl", lines.encode())
-    _save(weights, folder / "checkpoint.safetensors")
-    _write_json(report, folder / "report.json")
-
-
-def _complain(message: str) -> None:
-    """Say what is wrong on standard error; where that is closed or full, the exit status says it alone."""
-    with suppress(OSError):
-        click.echo(f"kvproof: {message}", err=True)
-
-
 def main() -> None:
     """Run the command line; every way out has its exit status and says why in one line."""
     sys.exit(_status_of(lambda: cli(standalone_mode=False)))
@@ -358,23 +357,23 @@ def _status_of(run: Callable[[], object]) -> int:
             error.show()
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
-        _complain("interrupted; no file was left half-written")
+        complain("interrupted; no file was left half-written")
         return EXIT_INTERRUPTED
     except UsageError as error:
-        _complain(str(error))
+        complain(str(error))
         return EXIT_USAGE
     except OutputError as error:
-        _complain(str(error))
+        complain(str(error))
         return EXIT_OUTPUT
     except KvproofError as error:
-        _complain(f"{type(error).__name__}: {error}")
+        complain(f"{type(error).__name__}: {error}")
         return EXIT_INTERNAL
     except OSError as error:  # from printing help
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it when it exits
-        _complain(f"cannot write to standard output: {error.strerror}")
+        complain(f"cannot write to standard output: {error.strerror}")
         return EXIT_OUTPUT
     except Exception:
         traceback.print_exc()
-        _complain("this is an error inside kvproof, not in what it was given")
+        complain("this is an error inside kvproof, not in what it was given")
         return EXIT_INTERNAL
     return 0

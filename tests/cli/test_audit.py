@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.hf.folders import saved_model, saved_tokenizer
 
-from kvproof._report import Report, Verdict
+from kvproof._audit import Auditor
+from kvproof._report import Report, RowResult, ScenarioResult, Verdict
+from kvproof.faults import Fault
 from kvproof.render.json import parse
+from kvproof.scenarios import Scenario
 
 from .running import run
 
@@ -18,7 +22,7 @@ def test_a_clean_model_passes_and_shows_a_line_a_scenario():
     outcome = run("audit", "random:llama", *SHORT)
     assert outcome.status == 0
     lines = [line.split("|")[1].strip() for line in outcome.out.split("\n") if line.startswith("| ")]
-    assert lines == ["scenario", "token-by-token", "fork"]
+    assert lines == ["scenario", "causality", "token-by-token", "fork"]
     assert "computes the same logits" in outcome.out
 
 
@@ -28,12 +32,50 @@ def test_a_faulty_model_fails_and_names_the_module_and_the_contract():
     assert "mixer" in outcome.out
     assert "Likely contract:" in outcome.out
     assert "The cached path diverges" in outcome.out
+    assert "Which side: the suspect is the cached path: 'this scenario' stands alone" in outcome.out
+    again = "kvproof audit random:mamba --length 12 --scenario 'chunked prefill'"
+    assert outcome.out.endswith(f"To repeat the first finding alone: {again}\n")
+
+
+def test_a_subject_that_looks_ahead_is_named_as_such():
+    outcome = run("audit", "random:big_bird", *SHORT)
+    assert outcome.status == 1
+    assert "The uncached path is not causal: the row after 1 tokens changes" in outcome.out
+    assert "not-checked: token-by-token, fork: the subject is not causal" in outcome.out
+    assert outcome.out.endswith("kvproof audit random:big_bird --length 12\n")
+
+
+def test_fail_fast_stops_after_the_first_finding():
+    several = ("--length", 12, "--scenario", "chunked prefill", "--scenario", "multi-turn")
+    outcome = run("audit", "random:mamba", *several, "--fail-fast", "--json")
+    assert outcome.status == 1
+    report = parse(outcome.out, "stdout")
+    assert [s.name for s in report.scenarios] == ["causality", "chunked prefill"]
+    assert report.partial
+
+
+def test_ctrl_c_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    check = Auditor.check
+
+    def interrupted(self: Auditor, programs: list[Scenario], fault: Fault | None = None) -> ScenarioResult:
+        if programs[0].name == "fork":
+            raise KeyboardInterrupt
+        return check(self, programs, fault)
+
+    monkeypatch.setattr(Auditor, "check", interrupted)
+    outcome = run("audit", "random:gpt2", *SHORT, "--report", tmp_path)
+    assert outcome.status == 130
+    assert outcome.err == "kvproof: interrupted; the report holds what was done so far\n"
+    assert "This report is partial" in outcome.out
+    report = parse((tmp_path / "report.json").read_text("utf-8"), "report.json")
+    assert [s.name for s in report.scenarios] == ["causality", "token-by-token"]
+    assert report.partial
 
 
 def test_json_is_one_strict_report_and_the_file_holds_the_same(tmp_path: Path):
-    outcome = run("audit", "random:gpt2", *SHORT, "--json", "--report", tmp_path / "r.json")
+    outcome = run("audit", "random:gpt2", *SHORT, "--json", "--report", tmp_path / "out")
     printed: Report = parse(outcome.out, "stdout")
-    assert printed == parse((tmp_path / "r.json").read_text("utf-8"), "r.json")
+    assert printed == parse((tmp_path / "out" / "report.json").read_text("utf-8"), "report.json")
     assert printed.verdict.passes
     assert printed.milestone is None
     assert printed.subject.name == "random:gpt2"
@@ -54,7 +96,7 @@ def test_quiet_prints_the_verdict_alone():
 
 def test_skip_leaves_a_scenario_out():
     outcome = run("audit", "random:gpt2", *SHORT, "--skip", "fork", "--json")
-    assert [s.name for s in parse(outcome.out, "stdout").scenarios] == ["token-by-token"]
+    assert [s.name for s in parse(outcome.out, "stdout").scenarios] == ["causality", "token-by-token"]
 
 
 def test_what_is_not_checked_is_not_a_pass_where_it_is_required():
@@ -69,18 +111,27 @@ def test_what_is_not_checked_is_not_a_pass_where_it_is_required():
 def test_the_list_names_every_scenario_without_a_target():
     outcome = run("audit", "--list")
     assert outcome.status == 0
-    names = {line[:20].strip() for line in outcome.out.strip().split("\n")}
+    names = {line[:38].strip() for line in outcome.out.strip().split("\n")}
     assert {"token-by-token", "chunked prefill", "left-padded batch", "beam reorder", "rollback"} <= names
-    assert len(names) == 11
+    assert {"static cache", "window crossing", "generate beam search", "positions left out"} <= names
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], ["'nowhere' is neither a folder nor random:TYPE"]),
+        (["nowhere"], ["'nowhere' is neither a folder, a .gguf file, org/name on the hub nor random:TYPE"]),
+        (["nobody/nothing"], ["nobody/nothing is neither a folder nor in the local hub cache", "--download"]),
+        (["gone.gguf"], ["no such model: 'gone.gguf'"]),
+        (["--config", "gone.json"], ["no such configuration: gone.json"]),
+        (["random:llama", "--config", "x.json"], ["give a TARGET or --config FILE, and not both"]),
+        (["random:llama", "--device", "cuda:9"], ["no such device: 'cuda:9'", "cpu"]),
+        (["random:llama", "--prompt", "some text"], ["random:llama has no tokenizer"]),
+        (["random:llama", "--prompt", ""], ["the prompt is empty"]),
+        (["random:llama", "--prompt-file", "gone.txt"], ["no such prompt file: gone.txt"]),
+        (["random:llama", "--prompt-file", "x", "--prompt", "x"], ["--prompt or --prompt-file, not both"]),
         (["random:lama"], ["lama", "llama"]),
         (["random:t5"], ["t5"]),
-        (["random:blt", "--scenario", "fork"], ["random:blt cannot be audited", "num_hidden_layers"]),
+        (["random:blt", "--scenario", "fork"], ["random:blt cannot be audited", "patches"]),
         (["random:llama", "--scenario", "nonsense"], ["no scenario 'nonsense'", "token-by-token"]),
         (["random:llama", "--skip", "nonsense"], ["no scenario 'nonsense'"]),
         (["random:llama", "--length", "129"], ["129 tokens are more than the context of 128"]),
@@ -98,6 +149,47 @@ def test_a_wrong_option_is_refused(arguments: list[str]):
     outcome = run("audit", *arguments)
     assert outcome.status == 2
     assert "Traceback" not in outcome.err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    return saved_tokenizer(saved_model(tmp_path_factory.mktemp("audited") / "tiny"))
+
+
+def rows_of(*arguments: object) -> tuple[RowResult, ...]:
+    outcome = run("audit", *arguments, "--scenario", "token-by-token", "--json")
+    assert (outcome.status, outcome.err) == (0, "")
+    return parse(outcome.out, "stdout").scenarios[0].rows
+
+
+def test_a_prompt_is_what_is_audited_and_shows_as_text(folder: Path, tmp_path: Path):
+    (tmp_path / "prompt.txt").write_text("the cached path agrees with every prefix here", "utf-8")
+    typed = rows_of(folder, "--length", 9, "--prompt", "the cached path agrees with every prefix here")
+    assert typed[7].ids == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert typed[2].tokens == "'the' 'cached' 'path'"
+    read = rows_of(folder, "--length", 9, "--prompt-file", tmp_path / "prompt.txt")
+    assert [row.ids for row in read] == [row.ids for row in typed]
+    other = rows_of(folder, "--length", 9)
+    assert len(other) == len(typed)
+    assert other[8].ids[:8] != typed[8].ids[:8]
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(folder: Path, tmp_path: Path):
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
+    assert run("audit", folder, "--prompt-file", tmp_path / "prompt.txt").refused("prompt.txt is not UTF-8")
+
+
+def test_a_prompt_longer_than_the_context_is_refused(folder: Path):
+    outcome = run("audit", folder, "--prompt", "the " * 200)
+    assert outcome.refused("the prompt has 200 tokens, more than the context of 128")
+
+
+def test_a_random_model_of_a_configuration_is_audited(folder: Path):
+    outcome = run("audit", "--config", folder / "config.json", *SHORT, "--json", "--device", "cpu", "--seed", 3)
+    report = parse(outcome.out, "stdout")
+    assert report.verdict.passes
+    assert report.subject.name == f"config:{folder / 'config.json'}"
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

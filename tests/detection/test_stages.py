@@ -25,6 +25,7 @@ from kvproof._milestone import TOLERANCE
 from kvproof._stages import (
     IN_LAYER,
     LIKELY_CONTRACT,
+    SHOWN_BY_ADAPTERS,
     WRONG_KIND,
     WRONG_LAYER,
     WRONG_REQUEST,
@@ -36,7 +37,7 @@ from kvproof.faults import Fault
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
 from kvproof.scenarios import chunked, interleaved, token_by_token
 
-DISTURBED = [s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, Stage.MODULE, Stage.POLICY)]
+DISTURBED = [s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, *SHOWN_BY_ADAPTERS, Stage.POLICY)]
 PLACES = [(s, layer) for s in DISTURBED for layer in ((0, 1) if s in IN_LAYER else (None,))]
 
 

@@ -5,17 +5,41 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from kvproof import Report, UsageError, Verdict, audit, localise
 from kvproof._audit import random_sequences
 from kvproof._errors import AbilityError, SessionError, SubjectError
+from kvproof._report import ScenarioResult
 from kvproof._stages import Site, Stage
 from kvproof._trace import Recorder
 from kvproof.scenarios import Ability, catalogue, chunked, named, token_by_token
-from kvproof.subjects._targets import load_target
-from kvproof.subjects._transformers import TransformersSession, TransformersSubject, load_folder, random_model
+from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._transformers import (
+    TransformersSession,
+    TransformersSubject,
+    known_types,
+    load_folder,
+    random_model,
+)
 
 LENGTH = 16  # twice the tiny models' window
+BEFORE_5 = int(transformers.__version__.partition(".")[0]) < 5
+
+#: One scenario for each thing that a cache does; all scenarios of all types take minutes.
+CORE = (
+    "token-by-token",
+    "prefill+steps",
+    "chunked prefill",
+    "multi-turn",
+    "rollback",
+    "fork",
+    "interleaved requests",
+    "batch",
+    "left-padded batch",
+    "beam reorder",
+    "buffer reuse",
+)
 
 
 def subject_of(model_type: str, dtype: torch.dtype = torch.float32) -> TransformersSubject:
@@ -27,12 +51,16 @@ def audited(subject: TransformersSubject, *only: str) -> Report:
     return audit(subject, named(catalogue(*sequences), only=only), all_values=False)
 
 
+def of_name(report: Report, name: str) -> ScenarioResult:
+    return next(scenario for scenario in report.scenarios if scenario.name == name)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "mixtral", "deepseek_v3"])
 def test_a_clean_type_passes_every_scenario(model_type: str):
-    report = audited(subject_of(model_type))
+    report = audited(subject_of(model_type), *CORE)
     assert report.verdict.passes, report.summary
     assert {scenario.verdict for scenario in report.scenarios} <= {Verdict.MATCH, Verdict.ROUNDING}
-    assert len(report.scenarios) == 11
+    assert {scenario.name for scenario in report.scenarios} >= set(CORE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -44,7 +72,7 @@ def test_rounding_in_another_dtype_is_not_called_a_bug(dtype: torch.dtype):
 def test_float64_is_true_although_the_model_casts_inside():
     """Gemma's norms and rotary tables ask for float32 by name."""
     report = audited(subject_of("gemma3_text"), "token-by-token")
-    rows = report.scenarios[0].rows
+    rows = of_name(report, "token-by-token").rows
     assert all(row.top_gap <= 1e-12 * row.scale for row in rows)
     assert all(row.top_noise <= 1e-12 * row.scale for row in rows)
 
@@ -58,12 +86,86 @@ def test_float64_is_true_although_the_model_casts_inside():
     ],
 )
 def test_a_known_fault_is_found_where_it_is(model_type: str, scenario: str, where: str):
+    if BEFORE_5 and model_type in ("mamba", "zamba2"):
+        pytest.skip("before 5.0 a block on mamba's warm cache raises, and zamba2's uncached scan is not causal")
     report = audited(subject_of(model_type), scenario)
     assert report.verdict is Verdict.DIVERGED
-    found = report.scenarios[0].divergence
+    found = of_name(report, scenario).divergence
     assert found.stage is Stage.MODULE
     assert where in found.sentence
     assert found.logits_differ
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lacking"),
+    [
+        ("bart", {Ability.PAD}),  # a decoder without its encoder, which takes no positions
+        ("recurrent_gemma", {Ability.CROP, Ability.REORDER}),  # recurrences on its modules
+        ("rwkv", {Ability.CROP, Ability.REORDER, Ability.PAD}),  # gives its state back
+        ("xlnet", {Ability.CROP, Ability.REORDER, Ability.PAD}),
+        ("xlstm", {Ability.CROP, Ability.REORDER, Ability.PAD}),
+    ],
+)
+def test_a_type_with_a_state_of_another_kind_passes_all_that_it_can_do(model_type: str, lacking: set[Ability]):
+    if BEFORE_5 and model_type in ("recurrent_gemma", "xlstm"):
+        pytest.skip("before 5.0 one starts its state anew at every prompt, and the other raises")
+    subject = subject_of(model_type)
+    usual = {Ability.CROP, Ability.REORDER, Ability.PAD, Ability.FORK, Ability.BATCH}
+    assert usual - set(subject.info.abilities) == lacking
+    report = audited(subject, "token-by-token", "fork", "buffer reuse")
+    assert report.verdict.passes, report.summary
+    assert all(scenario.rows for scenario in report.scenarios)
+
+
+def test_a_cache_that_differs_because_the_decoder_is_not_causal_says_so():
+    """Reformer sorts all tokens into buckets, so a later token changes earlier rows."""
+    report = audited(subject_of("reformer"), "token-by-token")
+    assert "not causal" in report.summary
+
+
+def test_a_cache_class_of_the_models_own_is_built_forked_and_reordered():
+    subject = subject_of("minimax")
+    assert Ability.CROP not in subject.info.abilities
+    session = subject.session(batch=2)
+    session.extend([[1, 2, 3], [4, 5, 6]])
+    assert type(session.cache).__name__ == "MiniMaxCache"
+    fork = session.fork()
+    fork.extend([[7], [8]])
+    session.reorder([1, 1, 0])
+    rows = session.extend([[9], [10], [11]])[:, -1]
+    for row, ids in zip(rows, session.ids, strict=True):
+        assert torch.allclose(row, subject.rows(ids)[-1], atol=1e-3)
+    session.reset()
+    assert torch.allclose(session.extend([[1], [2], [3]])[2, -1], subject.rows((3,))[-1], atol=1e-3)
+
+
+def test_a_state_on_modules_survives_what_runs_in_between():
+    if BEFORE_5:
+        pytest.skip("before 5.0 recurrent_gemma starts its state anew at every prompt, and is refused")
+    subject = subject_of("recurrent_gemma")
+    session, other = subject.session(), subject.session()
+    session.extend([[1, 2, 3]])
+    fork = session.fork()
+    other.extend([[9, 8]])
+    subject.rows((7, 7, 7, 7))
+    fork.extend([[5]])
+    assert torch.allclose(session.extend([[4]])[0, -1], subject.rows((1, 2, 3, 4))[-1], atol=1e-4)
+    assert torch.allclose(fork.extend([[6]])[0, -1], subject.rows((1, 2, 3, 5, 6))[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("openai-gpt", "nothing can be continued"),
+        ("xlm", "its forward wants the whole prefix again at every call"),
+        ("cpmant", "its forward wants the whole prefix, behind prompt tokens"),
+        ("blt", "it cuts its input into patches"),
+    ],
+)
+def test_a_type_that_cannot_continue_a_prefix_is_refused_with_the_reason(model_type: str, reason: str):
+    with pytest.raises(UsageError, match=reason) as caught:
+        subject_of(model_type)
+    assert "\n" not in str(caught.value)
 
 
 class Shifted(TransformersSubject):
@@ -99,6 +201,27 @@ def test_a_call_that_did_not_use_its_cache_is_not_judged():
     subject = Forgetful(subject_of("llama").model, name="forgetful")
     with pytest.raises(SubjectError, match="not a cached one: the cache holds 0 tokens, not 2"):
         subject.session().extend([[1, 2]])
+
+
+def test_a_call_that_leaves_a_state_untouched_is_not_judged():
+    class Deaf(TransformersSubject):
+        def forward(self, tap: Any, **arguments: Any) -> Any:
+            arguments[self.cache_argument] = self.new_cache(1)
+            output = super().forward(tap, **arguments)
+            output.state = None
+            return output
+
+    with pytest.raises(SubjectError, match="not a cached one: it left the cache as it was"):
+        Deaf(subject_of("rwkv").model, name="deaf").session().extend([[1, 2]])
+
+
+def test_a_crop_that_leaves_the_cache_as_it_was_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    session = subject_of("llama").session(needs={Ability.CROP})
+    session.extend([[1, 2, 3, 4]])
+    monkeypatch.setattr(type(session.cache), "crop", lambda self, tokens_to_remove: None)
+    with pytest.raises(SubjectError, match="did not roll the cache back: it holds 4 tokens, not 2"):
+        session.crop(2)
+    assert session.ids == ((1, 2, 3, 4),)
 
 
 def test_a_call_that_fails_half_way_leaves_the_session_as_it_was():
@@ -139,6 +262,7 @@ def test_modules_are_seen_in_order_and_a_tap_can_replace_them():
     assert torch.equal(subject.rows((1, 2, 3)), plain), "no hook stays behind"
 
 
+@pytest.mark.skipif("deepseek_v4" not in known_types(), reason="this transformers has no such type")
 def test_a_module_whose_output_grows_with_the_prefix_is_passed_by():
     """Indices of selected tokens were held against a longer list of them, which ended in a traceback."""
     subject = subject_of("deepseek_v4")
@@ -156,12 +280,24 @@ def test_rows_of_unequal_length_start_a_session_only():
     assert session.ids == ((1, 2, 3), (4,))
 
 
+def test_a_left_padded_session_may_drop_its_longest_row():
+    subject = subject_of("llama")
+    session = subject.session(batch=2, needs={Ability.CROP})
+    session.extend([[1, 2, 3, 4, 5], [6, 7]])
+    session.reorder([1])
+    for ids in ((6, 7, 8), (6, 7, 8, 9)):
+        assert torch.allclose(session.extend([[ids[-1]]])[0, -1], subject.rows(ids)[-1], atol=1e-4)
+    session.crop(2)
+    assert torch.allclose(session.extend([[3, 4]])[0, -1], subject.rows((6, 7, 3, 4))[-1], atol=1e-4)
+
+
 def test_a_recurrent_state_is_not_rolled_back_and_says_so():
     subject = subject_of("mamba")
     assert Ability.CROP not in subject.info.abilities
     report = audited(subject, "rollback")
-    assert report.verdict is Verdict.NOT_CHECKED
-    assert report.scenarios[0].reason == "the subject lacks the ability: crop"
+    rolled_back = of_name(report, "rollback")
+    assert rolled_back.verdict is Verdict.NOT_CHECKED
+    assert rolled_back.reason == "the subject lacks the ability: crop"
     with pytest.raises(AbilityError, match="'crop'"):
         subject.session(needs={Ability.CROP})
 
@@ -225,14 +361,14 @@ def test_a_weight_that_is_not_finite_is_named():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nowhere", "no such model: 'nowhere' is neither a folder nor random:TYPE"),
+        ("nowhere", "no such model: 'nowhere' is neither a folder, a .gguf file"),
         ("random:lama", "llama"),
         ("random:", "unknown|no causal"),
     ],
 )
 def test_a_target_that_is_not_there_is_refused(target: str, message: str):
     with pytest.raises(UsageError, match=message):
-        load_target(target, dtype="float32", seed=0, attention="eager")
+        load_target(target, LoadOptions())
 
 
 def test_more_tokens_than_the_context_are_refused():

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from kvproof._audit import Auditor, Oracle
+from kvproof._audit import Auditor
 from kvproof._report import Verdict
 from kvproof._trace import Tap
+from kvproof._uncached import Uncached
 from kvproof.reference import Checkpoint
 from kvproof.scenarios import token_by_token
 from kvproof.subjects import ReferenceSubject
@@ -32,23 +33,22 @@ def broken(checkpoint: Checkpoint) -> WithNan:
 @pytest.mark.parametrize("reference", ["literal", "one-pass"])
 def test_noise_that_was_nan_once_stays_nan_at_every_later_length(reference: str, broken: WithNan):
     """A running maximum forgot NaN at the next length, and the rows after it passed."""
-    oracle = Oracle(broken, reference)
-    oracle.prepare(token_by_token(SEQUENCE))
-    noise = [oracle.noise(SEQUENCE[:length]) for length in range(1, 5)]
-    assert [math.isnan(value) for value in noise] == [False, True, True, True]
+    uncached = Uncached(broken, reference)
+    uncached.know([SEQUENCE])
+    assert [math.isnan(uncached.noise(length)) for length in range(1, 5)] == [False, True, True, True]
 
 
-def test_noise_that_is_nan_outlives_a_longer_sequence_of_the_same_prefix(broken: WithNan):
-    """Joining what two sequences say of one prefix kept whichever came first."""
-    oracle = Oracle(broken)
-    for sequence in (SEQUENCE[:2], SEQUENCE, SEQUENCE[:3]):
-        oracle.prepare(token_by_token(sequence))
-        assert math.isnan(oracle.noise(SEQUENCE[:2]))
+def test_noise_that_is_nan_outlives_other_sequences(broken: WithNan):
+    """Joining what two sequences say of one length kept whichever came first."""
+    uncached = Uncached(broken, "literal")
+    for sequence in (SEQUENCE[:2], SEQUENCE, (1, 1, 1)):
+        uncached.know([sequence])
+        assert math.isnan(uncached.noise(2))
 
 
 def test_rows_after_a_nan_in_the_uncached_path_are_never_called_a_match(broken: WithNan):
-    result = Auditor(broken, top_rung=False, all_values=False).check([token_by_token(SEQUENCE)])
-    verdicts = [row.verdict for row in result.rows]
+    auditor = Auditor(broken, reference="literal", top_rung=False, all_values=False)
+    verdicts = [row.verdict for row in auditor.check([token_by_token(SEQUENCE)]).rows]
     assert verdicts[0] is Verdict.MATCH
     assert verdicts[1] is Verdict.DIVERGED, "the cached path is finite there"
     assert verdicts[2:] == [Verdict.INCONCLUSIVE] * 2

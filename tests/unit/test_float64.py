@@ -60,3 +60,24 @@ def test_a_cast_inside_a_model_costs_six_digits_without_the_mode_and_none_with_i
         raised = (CastingNorm()(x) - exact).abs().max()
     assert 1e-9 < residue < 1e-5
     assert raised <= 1e-15
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_a_top_k_takes_the_lowest_index_among_equal_ones_at_any_length(largest: bool):
+    scores = torch.tensor([[1.0, 0.0, 2.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64)
+    with TrueFloat64():
+        for padding in range(60):
+            longer = torch.nn.functional.pad(scores, (0, padding), value=1.5)
+            values, indices = longer.topk(2, dim=-1, largest=largest)
+            assert indices.tolist() == ([[2, 4]] if largest else [[1, 3]])
+            assert values.tolist() == ([[2.0, 2.0]] if largest else [[0.0, 0.0]])
+            assert torch.topk(longer, 2, 1, largest).indices.tolist() == indices.tolist()
+
+
+def test_a_top_k_without_ties_is_the_same_as_outside():
+    scores = torch.randn(3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    outside = scores.topk(7, dim=-1)
+    with TrueFloat64():
+        inside = scores.topk(7)
+    assert torch.equal(outside.values, inside.values)
+    assert torch.equal(outside.indices, inside.indices)

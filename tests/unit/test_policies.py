@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.small_report import GREEDY_RUN
 
 from kvproof import generate
+from kvproof._compare import judge_margin
 from kvproof._errors import SubjectError, UsageError
 from kvproof._generate import (
     NUM_TOP,
     choose,
     generator_at,
-    judge_margin,
     new_generator,
     ranked,
     state_of,

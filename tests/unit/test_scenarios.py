@@ -1,26 +1,46 @@
 """Programs of cache operations, and the token sequences that they consume."""
 
 import pytest
+import torch
 
-from kvproof._errors import UsageError
-from kvproof._programs import run_program
+from kvproof._errors import AbilityError, SubjectError, UsageError
+from kvproof._programs import Coverage, run_program
 from kvproof.scenarios import (
     Ability,
+    Boundaries,
+    CacheKind,
+    Claim,
     Crop,
     Extend,
     Fork,
+    Generate,
+    Method,
     Open,
     Operation,
+    Poison,
+    Refused,
     Reorder,
     Reset,
     Scenario,
+    batch_of,
+    beam_search,
+    capacity,
+    catalogue,
     chunked,
+    compared_prefixes,
+    context_end,
     fork,
+    generation,
     interleaved,
+    isolation,
     longest_sequences,
+    poisoned,
     prefill_and_steps,
+    prompt_lookup,
     rollback,
+    rollback_across_calls,
     token_by_token,
+    window_crossing,
 )
 from kvproof.subjects import ReferenceSubject
 
@@ -67,6 +87,22 @@ LONGEST = {
     "a reset keeps the batch": (
         program(feed((1,), (2,)), Reset(), feed((3,), (4,)), batch=2),
         {(1,), (2,), (3,), (4,)},
+    ),
+    "a token that is refused": (program(feed((1,)), Refused(ids=((2,),))), {(1,)}),
+    "slots that are poisoned": (program(feed((1,)), Poison(), feed((2,))), {(1, 2)}),
+    "generation, up to the last choice": (
+        program(Generate(method=Method.GREEDY, prompts=((1, 2),), steps=(((0, 3),), ((0, 4),)))),
+        {(1, 2, 3)},
+    ),
+    "beams that take each other's place": (
+        program(
+            Generate(
+                method=Method.BEAM,
+                prompts=((1,),),
+                steps=(((0, 2), (0, 3)), ((1, 4), (1, 5)), ((0, 6), (1, 6))),
+            )
+        ),
+        {(1, 2), (1, 3, 4), (1, 3, 5)},
     ),
     "a new session is empty": (program(feed((1,)), Open(), feed((2,), session=1)), {(1,), (2,)}),
     "a new session has its own batch": (
@@ -156,3 +192,234 @@ def test_a_prompt_of_no_token_or_of_more_than_there_are_is_refused(split: int):
 def test_turns_of_unequal_length_are_refused(make):
     with pytest.raises(ValueError, match=r"^zip\(\)"):
         make()
+
+
+ROLLED = rollback_across_calls(range(6), 4, 3, (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "operations"),
+    [
+        (ROLLED, (feed((0, 1, 2, 3)), feed((4, 5)), Crop(length=3), feed((7,)), feed((8,)))),
+        (
+            isolation((0, 1, 2), ((3, 4, 5), (6, 7, 8)), 1),
+            (
+                Open(batch=2),
+                feed((0, 1), (3, 4)),
+                feed((0, 1), (6, 7), session=1),
+                feed((2,), (5,)),
+                feed((2,), (8,), session=1),
+            ),
+        ),
+        (
+            batch_of("b", "e", ((0,), (1,)), ((2, 3, 4), (5, 6, 7)), size=2),
+            (feed((0,), (1,)), feed((2, 3), (5, 6)), feed((4,), (7,))),
+        ),
+        (
+            poisoned((0, 1, 2), (3, 4, 5), 2),
+            (feed((0, 1)), Poison(), feed((2,)), Reset(), Poison(), feed((3, 4)), feed((5,))),
+        ),
+        (
+            context_end(range(5)),
+            (
+                Extend(ids=((0, 1, 2),), last_only=True),
+                Refused(ids=((3, 4, 0),)),
+                feed((3,)),
+                feed((4,)),
+                Refused(ids=((0,),)),
+            ),
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Scenario) else "",
+)
+def test_a_program_of_several_sessions_or_slots_feeds_what_it_says(
+    scenario: Scenario, operations: tuple[Operation, ...]
+):
+    assert scenario.operations == operations
+
+
+def test_a_window_is_crossed_by_steps_by_a_prompt_and_by_a_block():
+    steps, prompt, block = window_crossing(range(9), 4)
+    assert [len(operation.ids[0]) for operation in steps.operations] == [3, 1, 1, 1, 1, 1, 1]
+    assert [len(operation.ids[0]) for operation in prompt.operations] == [5, 1, 1]
+    assert [len(operation.ids[0]) for operation in block.operations] == [2, 5, 1]
+    assert steps.crosses == (3, 4, 5, 9)
+    assert {len(prefix) for prefix in compared_prefixes(steps)} >= set(steps.crosses)
+
+
+@pytest.mark.parametrize(("length", "window"), [(8, 4), (9, 1), (9, 0)])
+def test_a_window_that_is_not_crossed_is_refused(length: int, window: int):
+    with pytest.raises(UsageError, match=f"^{length} tokens do not cross a window of {window}$"):
+        window_crossing(range(length), window)
+
+
+def test_only_the_last_row_of_a_call_may_be_compared():
+    scenario = context_end(range(5))
+    assert compared_prefixes(scenario) == {(0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4)}
+    assert longest_sequences(scenario) == ((0, 1, 2, 3, 4),)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "room"),
+    [
+        (program(), 0),
+        (program(feed((1, 2)), feed((3,))), 3),
+        (program(feed((1, 2, 3)), Crop(length=1), feed((4,))), 3),
+        (program(feed((1, 2, 3), (4,)), feed((5,), (6,)), batch=2), 4),
+        (program(Open(), feed((1,)), feed((1, 2, 3), session=1)), 3),
+        (program(feed((1, 2)), Refused(ids=((1, 2, 3, 4),))), 2),
+    ],
+)
+def test_capacity_is_what_the_longest_row_ever_holds(scenario: Scenario, room: int):
+    assert capacity(scenario) == room
+
+
+def by_name(boundaries: Boundaries | None, length: int = 28) -> dict[str, list[Scenario]]:
+    names: dict[str, list[Scenario]] = {}
+    for scenario in catalogue(range(length), range(length, 2 * length), boundaries):
+        names.setdefault(scenario.name, []).append(scenario)
+    return names
+
+
+def test_every_window_that_fits_is_crossed():
+    found = by_name(Boundaries(context_len=128, windows=(8, 4, 8, 1, 1000)))["window crossing"]
+    assert len(found) == 6
+    assert {max(map(len, longest_sequences(scenario))) for scenario in found} == {7, 8, 9, 11, 12, 17}
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "name", "reason"),
+    [
+        (None, "window crossing", "were not asked for"),
+        (None, "context end", "were not asked for"),
+        (None, "rollback across calls", "were not asked for"),
+        (Boundaries(context_len=64), "window crossing", "the subject has no window"),
+        (Boundaries(context_len=64, windows=(1,)), "window crossing", "the subject has no window"),
+        (
+            Boundaries(context_len=64, windows=(32,)),
+            "window crossing",
+            "65 tokens cross the window of 32: the context takes 64",
+        ),
+        (
+            Boundaries(context_len=2000, windows=(512,)),
+            "window crossing",
+            "1025 tokens cross the window of 512: the context takes 2000, and sequences of 28 at most 112",
+        ),
+        (Boundaries(context_len=513), "context end", "the context takes 513 tokens"),
+        (Boundaries(context_len=64, windows=(4,)), "rollback across calls", "has left a window of 4"),
+    ],
+)
+def test_a_boundary_that_is_not_crossed_is_listed_with_the_reason(
+    boundaries: Boundaries | None, name: str, reason: str
+):
+    (scenario,) = by_name(boundaries)[name]
+    assert scenario.operations == ()
+    assert reason in scenario.skipped
+
+
+@pytest.mark.parametrize("length", [8, 9, 28, 40])
+@pytest.mark.parametrize("windows", [(), (4, 8)])
+def test_every_program_of_the_catalogue_is_whole_whatever_the_length(length: int, windows: tuple[int, ...]):
+    names = by_name(Boundaries(context_len=100, windows=windows), length)
+    assert len(names) == 27
+    for scenario in (scenario for found in names.values() for scenario in found):
+        assert scenario.exposes
+        assert bool(scenario.operations) is (scenario.skipped is None)
+        assert capacity(scenario) <= 100
+        assert {len(prefix) for prefix in compared_prefixes(scenario)} >= set(scenario.crosses)
+        for operation in scenario.operations:
+            assert not isinstance(operation, Extend) or all(operation.ids), "no call feeds nothing"
+
+
+def test_all_names_are_there_without_boundaries_too():
+    assert list(by_name(None)) == list(by_name(Boundaries(context_len=100, windows=(8,))))
+
+
+def test_scenarios_against_the_documentation_are_advice():
+    advice = {name for name, found in by_name(None).items() if any(scenario.advice for scenario in found)}
+    assert advice == {"positions left out", "positions left out, left-padded batch", "quantised cache"}
+
+
+def test_each_kind_of_cache_has_its_ability():
+    assert {kind: kind.ability for kind in CacheKind} == {
+        CacheKind.DYNAMIC: None,
+        CacheKind.STATIC: Ability.STATIC_CACHE,
+        CacheKind.OFFLOADED: Ability.OFFLOADED_CACHE,
+        CacheKind.QUANTISED: Ability.QUANTISED_CACHE,
+    }
+    for scenario in (scenario for found in by_name(None).values() for scenario in found):
+        assert scenario.cache.ability is None or scenario.cache.ability in scenario.needs
+
+
+def test_sequences_of_too_few_tokens_leave_out_what_needs_different_ones():
+    scenarios = catalogue((1, 2, 3) * 4, (3, 2, 1) * 4)
+    reasons = {scenario.name: scenario.skipped for scenario in scenarios if scenario.name.startswith("generate")}
+    assert "four different tokens, and the sequences have 3" in reasons["generate beam search"]
+    assert "four different tokens" in reasons["generate prompt lookup"]
+    assert reasons["generate greedy"] is None
+
+
+def test_three_beams_need_three_tokens():
+    with pytest.raises(UsageError, match="three different tokens"):
+        beam_search((1, 2), (3, 3, 4))
+
+
+def test_what_a_scenario_says_it_does_is_held_against_what_was_done(subject: ReferenceSubject):
+    coverage = Coverage()
+    list(run_program(subject, token_by_token(A), coverage=coverage))
+    assert coverage.lengths == {1, 2, 3, 4}
+    claiming = Scenario(
+        name="p",
+        exposes="nothing",
+        operations=(),
+        crosses=(4, 5, 9),
+        claims=frozenset({Claim.POISONED, Claim.REJECTED}),
+    )
+    assert coverage.missing(token_by_token(A)) is None
+    assert coverage.missing(claiming) == (
+        "no row after 5, 9 tokens; no cache values overwritten with garbage; no proposed tokens rejected"
+    )
+
+
+def full_context(subject: ReferenceSubject) -> tuple[int, ...]:
+    return tuple(i % subject.info.vocab_size for i in range(subject.info.context_len))
+
+
+def test_the_last_position_works_and_the_next_is_refused(subject: ReferenceSubject):
+    ids = full_context(subject)
+    scenario, coverage = context_end(ids), Coverage()
+    rows = [row for call in run_program(subject, scenario, coverage=coverage) for row in call.rows]
+    assert coverage.missing(scenario) is None
+    assert rows[-1].prefix == ids
+    torch.testing.assert_close(rows[-1].logits, subject.rows(ids)[-1], atol=1e-5, rtol=0)
+
+
+def test_a_session_that_takes_tokens_it_had_to_refuse_is_an_error(subject: ReferenceSubject):
+    with pytest.raises(SubjectError, match="2 tokens were taken"):
+        list(run_program(subject, program(feed((0,)), Refused(ids=((2,),)))))
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [poisoned(A, A, 2), generation(Method.GREEDY, (A[:2],), (A[2:],)), prompt_lookup((0, 2, 3), 5)],
+    ids=lambda scenario: scenario.name,
+)
+def test_what_the_subject_cannot_do_is_refused(scenario: Scenario, subject: ReferenceSubject):
+    assert not scenario.needs <= set(subject.info.abilities)
+    with pytest.raises(AbilityError, match="does not declare the ability"):
+        list(run_program(subject, scenario))
+
+
+@pytest.mark.parametrize("capacity", [0, -1, True, 10**6])
+def test_a_capacity_that_is_none_is_refused(capacity: object, subject: ReferenceSubject):
+    with pytest.raises(UsageError, match="capacity must be an integer from 1 to the context"):
+        subject.session(capacity=capacity)
+
+
+def test_options_that_need_an_ability_are_refused_without_it(subject: ReferenceSubject):
+    with pytest.raises(AbilityError, match="'static-cache'"):
+        subject.session(cache=CacheKind.STATIC)
+    with pytest.raises(AbilityError, match="'omit-positions'"):
+        subject.session(omit_positions=True)
+    with pytest.raises(AbilityError, match="'poison'"):
+        subject.session().poison()

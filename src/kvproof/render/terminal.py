@@ -1,7 +1,8 @@
 """The report for a person at a terminal, and the same as plain text for a file or a pipe."""
 
 import io
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text as RichText
 
-from kvproof._ledger import Step
+from kvproof._ledger import MarginVerdict, Step
 from kvproof._report import Divergence, FaultResult, Milestone, Report, RunPair, ScenarioResult, Verdict
 from kvproof._text import printable
 
@@ -70,6 +71,10 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
     result = report.milestone
     if result is None:
         yield _overview(report.scenarios)
+        yield from _reasons(report.scenarios)
+        yield _arbiter(report.scenarios)
+        yield _tokens(report.scenarios)
+        yield Text()
     else:
         yield from map(_prefixes, report.scenarios[:1])
         for scenario in report.scenarios[1:]:
@@ -78,8 +83,9 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
                 f"{scenario.verdict.value}"
             )
     for scenario in report.scenarios:
-        if scenario.divergence is not None:
-            yield Text(f"{scenario.name}: {_finding(scenario.divergence)}\n", style="bold red")
+        finding = _found(scenario)
+        if finding is not None:
+            yield Text(f"{scenario.name}: {finding}\n", style="yellow" if scenario.advice else "bold red")
     if result is not None:
         isolated = "bit-identical to" if result.requests_isolated else "NOT the same as"
         yield Text(f"two interleaved requests: rows {isolated} each alone\n")
@@ -94,7 +100,11 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
         yield _gate(result)
         for note in (result.checkpoint.tie, *result.notes):
             yield Text(note)
-    passed = report.exit_status == 0
+    for note in report.notes:
+        yield Text(f"note: {note}")
+    if report.partial:
+        yield Text("This report is partial: the audit was stopped before its end.", style="yellow")
+    passed = report.exit_status == 0 and not report.partial
     yield Text(report.summary, style=f"bold {'green' if passed else 'red'}")
 
 
@@ -128,28 +138,58 @@ def _opening(report: Report) -> Iterator[ConsoleRenderable]:
 
 
 def _overview(scenarios: tuple[ScenarioResult, ...]) -> Table:
+    """Return a line for each scenario that gave rows; the others are listed with their reasons."""
     table = Table(title=Text("scenarios: cached against uncached, whole rows"))
-    for name in ("scenario", "rows", "gap", "allowed", "noise", "float64 gap", "verdict"):
-        table.add_column(name, justify="left" if name in ("scenario", "verdict") else "right")
+    table.add_column("scenario", min_width=22)
+    for name in ("rows", "gap", "allowed", "noise", "float64 gap"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict", min_width=12)
     for scenario in scenarios:
         rows = scenario.rows
-        verdict = _verdict(scenario.verdict)
-        if scenario.reason is not None:
-            verdict.append(f": {printable(scenario.reason)}", style="default")
         if not rows:
-            table.add_row(Text(scenario.name), "0", "-", "-", "-", "-", verdict)
             continue
-        top = [row.top_gap for row in rows if row.top_gap is not None]
+        verdict = _verdict(scenario.verdict)
+        if scenario.advice:
+            verdict.append(" (advice)", style="default")
         table.add_row(
             Text(scenario.name),
             str(len(rows)),
             f"{scenario.largest_gap:.1e}",
             f"{min(row.allowed for row in rows):.1e}",
             f"{max(row.noise for row in rows):.1e}",
-            f"{max(top):.1e}" if top else "-",
+            _largest(row.top_gap for row in rows),
             verdict,
         )
     return table
+
+
+def _largest(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{max(known):.1e}" if known else "-"
+
+
+def _reasons(scenarios: tuple[ScenarioResult, ...]) -> Iterator[RichText]:
+    """Yield why scenarios were not, or not wholly, compared: one line for each reason."""
+    names: dict[tuple[Verdict, str], list[str]] = {}
+    for scenario in scenarios:
+        if scenario.reason is not None:
+            names.setdefault((scenario.verdict, scenario.reason), []).append(scenario.name)
+    for (verdict, reason), which in names.items():
+        yield Text(f"{verdict.value}: {', '.join(which)}: {reason}", style=_STYLE[verdict])
+
+
+def _arbiter(scenarios: tuple[ScenarioResult, ...]) -> RichText:
+    """Set the two paths' largest errors side by side."""
+    rows = [row for scenario in scenarios if not scenario.advice for row in scenario.rows]
+    cached, uncached = _largest(r.cached_error for r in rows), _largest(r.uncached_error for r in rows)
+    return Text(f"largest error against float64: {cached} cached, {uncached} uncached")
+
+
+def _tokens(scenarios: tuple[ScenarioResult, ...]) -> RichText:
+    """Say for how many rows the gap could change the most likely token."""
+    counts = Counter(row.margin_verdict for scenario in scenarios for row in scenario.rows)
+    known = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in MarginVerdict if counts[verdict])
+    return Text(f"most likely token, by its margin: {known or 'no row'}")
 
 
 def _prefixes(scenario: ScenarioResult) -> Table:
@@ -201,6 +241,21 @@ def _failures(faults: tuple[FaultResult, ...]) -> Table:
             text,
         )
     return table
+
+
+def _found(scenario: ScenarioResult) -> str | None:
+    """Say what a scenario found: where it went wrong, which side is suspect, and whether it is advice alone."""
+    bad = next((row for row in scenario.rows if row.verdict is Verdict.DIVERGED), None)
+    lines = []
+    if scenario.divergence is not None:
+        lines.append(_finding(scenario.divergence))
+    elif bad is not None:
+        lines.append(f"after {bad.tokens}: {bad.reason}.")
+    if scenario.four_ways is not None:
+        lines.append(f"Which side: {scenario.four_ways.sentence}.")
+    if lines and scenario.advice:
+        lines.append("This is advice: the library asks callers not to do this, and it is no part of the verdict.")
+    return "\n".join(lines) or None
 
 
 def _finding(divergence: Divergence) -> str:

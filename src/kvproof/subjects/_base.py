@@ -6,7 +6,9 @@ trust the adapter. What an adapter raises becomes `SubjectError`, with its cause
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar, final
 
 import torch
@@ -24,9 +26,40 @@ from kvproof._errors import (
 )
 from kvproof._report import SubjectInfo
 from kvproof._trace import Tap, untouched
-from kvproof.scenarios import Ability
+from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Method
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How a session is opened."""
+
+    batch: int = 1
+    tap: Tap = untouched
+    needs: frozenset[Ability] = frozenset()
+    cache: CacheKind = CacheKind.DYNAMIC
+    capacity: int = 0  #: tokens that the cache must hold; a dynamic one grows beyond
+    omit_positions: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedCall:
+    """What one forward inside a library's own ``generate()`` gave; ``tap`` saw that forward alone."""
+
+    tap: Tap
+    num_new: int  #: tokens that each batch row was fed, padding included
+    offset: int  #: which of them the first kept row follows
+    prefixes: tuple[tuple[tuple[int, ...], ...], ...]  #: for each kept row, each batch row's tokens
+    logits: Float[Tensor, "batch kept vocab"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """All forwards of one ``generate()``, and how often what a scenario may claim happened."""
+
+    calls: tuple[GeneratedCall, ...]
+    counts: Counter[Claim] = field(default_factory=Counter)
 
 
 class Subject(ABC):
@@ -42,6 +75,16 @@ class Subject(ABC):
     def seed(self) -> int | None:
         """The seed that recreates the subject, where there is one."""
 
+    @property
+    def boundaries(self) -> Boundaries:
+        """The lengths around which the subject changes what it does."""
+        return Boundaries(context_len=self.info.context_len)
+
+    @property
+    def lacks(self) -> Mapping[Ability, str]:
+        """Why abilities are not declared, in words, where there is more to say than that they are not."""
+        return {}
+
     @abstractmethod
     def token(self, token_id: int) -> str:
         """Return the text of a token."""
@@ -52,30 +95,101 @@ class Subject(ABC):
         return " ".join(self.token(i) for i in ids)
 
     @final
-    def rows(self, ids: Sequence[int], *, tap: Tap = untouched) -> Float[Tensor, "seq vocab"]:
-        """Return the uncached logits of one forward over a complete prefix.
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of ``text``, with the special tokens that the subject's tokenizer adds.
+
+        Raises `AbilityError` where there is no tokenizer, and `UsageError` for an empty text, one that the
+        tokenizer cannot take, and a tokenizer that gives ids outside the vocabulary.
+        """
+        if not text:
+            raise UsageError("the prompt is empty: it holds at least one token")
+        ids = tuple(at_the_seam(lambda: self._encode(text)))
+        if not ids:
+            raise UsageError(f"the tokenizer of {self.info.name} makes no token of the prompt {text[:40]!r}")
+        for token_id in ids:
+            if not 0 <= token_id < self.info.vocab_size:
+                raise UsageError(
+                    f"the tokenizer of {self.info.name} does not fit the model: it gives id {token_id}, and the "
+                    f"logits are of ids 0..{self.info.vocab_size - 1}"
+                )
+        return ids
+
+    @final
+    def rows(
+        self, ids: Sequence[int], *, tap: Tap = untouched, keep: range | None = None
+    ) -> Float[Tensor, "kept vocab"]:
+        """Return the uncached logits of one forward over a complete prefix: of all positions, or of ``keep``.
 
         Raises `TokenError`, `ContextError`, or `SubjectError` where the decoder itself raises.
         """
         check_ids(ids, self.info)
         check_context(0, len(ids), self.info)
-        rows = at_the_seam(lambda: self._rows(ids, tap))
-        _check_shape(rows, (len(ids), self.info.vocab_size))
+        kept = range(len(ids)) if keep is None else keep
+        if kept.step != 1 or not 0 <= kept.start < kept.stop <= len(ids):
+            raise UsageError(f"cannot keep positions {kept} of {len(ids)} tokens")
+        rows = at_the_seam(lambda: self._kept_rows(ids, tap, kept))
+        _check_shape(rows, (len(kept), self.info.vocab_size))
         return rows
 
     @final
-    def session(self, *, batch: int = 1, tap: Tap = untouched, needs: Collection[Ability] = ()) -> "Session":
+    def session(
+        self,
+        *,
+        batch: int = 1,
+        tap: Tap = untouched,
+        needs: Collection[Ability] = (),
+        cache: CacheKind = CacheKind.DYNAMIC,
+        capacity: int | None = None,
+        omit_positions: bool = False,
+    ) -> "Session":
         """Open a session: one request's state, or ``batch`` requests' in step.
 
-        ``needs`` names abilities that will be used, for caches that must be told before they are filled.
+        ``needs`` names abilities that will be used, for caches that must be told before they are filled. A
+        cache of a kind that is made for so many tokens holds ``capacity``, by default the whole context.
+        With ``omit_positions``, positions of new tokens are left to the decoder.
         """
         if not _is_integer(batch) or batch < 1:
             raise UsageError(f"batch must be an integer of at least 1, not {batch!r}")
         if batch != 1:
             self.require(Ability.BATCH)
-        for ability in needs:
+        capacity = self.info.context_len if capacity is None else capacity
+        if not _is_integer(capacity) or not 1 <= capacity <= self.info.context_len:
+            raise UsageError(
+                f"capacity must be an integer from 1 to the context of {self.info.context_len}, not {capacity!r}"
+            )
+        used = {*needs, *((Ability.OMIT_POSITIONS,) if omit_positions else ())}
+        used |= set() if cache.ability is None else {cache.ability}
+        for ability in used:
             self.require(ability)
-        return at_the_seam(lambda: self._session(batch, tap, frozenset(needs)))
+        opening = Opening(
+            batch=batch,
+            tap=tap,
+            needs=frozenset(needs),
+            cache=cache,
+            capacity=capacity,
+            omit_positions=omit_positions,
+        )
+        return at_the_seam(lambda: self._session(opening))
+
+    @final
+    def generate(self, operation: Generate, make_tap: Callable[[], Tap] = lambda: untouched) -> Generated:
+        """Generate through the decoder's own library, with every choice forced; each forward gets its own tap.
+
+        Raises `UsageError` for steps that the method cannot take, `TokenError`, `ContextError`, and
+        `SubjectError` where the library raises or does not give each row that the operation compares.
+        """
+        self.require(Ability.GENERATE)
+        _check_generate(operation, self)
+        generated = at_the_seam(lambda: self._generate(operation, make_tap))
+        given = {row for call in generated.calls for rows in call.prefixes for row in rows}
+        missing = {row for rows in operation.prefixes() for row in rows} - given
+        if missing:
+            shortest = min(missing, key=lambda row: (len(row), row))
+            raise SubjectError(f"generate() gave no row after {self.decode(shortest)}")
+        for call in generated.calls:
+            batch, kept = len(call.prefixes[0]), len(call.prefixes)
+            _check_shape(call.logits, (batch, kept, self.info.vocab_size))
+        return generated
 
     @final
     def cast(self, dtype: torch.dtype) -> "Subject":
@@ -83,17 +197,37 @@ class Subject(ABC):
         self.require(Ability.CAST)
         return at_the_seam(lambda: self._cast(dtype))
 
+    def with_exact_tables(self, rounded_to: torch.dtype) -> "tuple[Subject, tuple[str, ...]] | None":
+        """Return the same decoder with tables computed anew in its own dtype, and their names; None without any.
+
+        Casting a model to float64 keeps what a lower dtype, at worst ``rounded_to``, has rounded: decay factors,
+        slopes, angles.
+        """
+        return None
+
     @final
     def require(self, ability: Ability) -> None:
         """Raise `AbilityError` unless the subject declares the ability."""
         if ability not in self.info.abilities:
             raise AbilityError(f"{self.info.name} does not declare the ability {ability.value!r}")
 
+    def _encode(self, text: str) -> Sequence[int]:
+        raise AbilityError(f"{self.info.name} has no tokenizer: it takes token ids, not text")
+
     @abstractmethod
     def _rows(self, ids: Sequence[int], tap: Tap) -> Float[Tensor, "seq vocab"]: ...
 
+    def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Float[Tensor, "kept vocab"]:
+        """Return the rows of some positions; an adapter that can compute them alone saves their memory."""
+        rows = self._rows(ids, tap)
+        _check_shape(rows, (len(ids), self.info.vocab_size))
+        return rows[keep.start : keep.stop]
+
     @abstractmethod
-    def _session(self, batch: int, tap: Tap, needs: frozenset[Ability]) -> "Session": ...
+    def _session(self, opening: Opening) -> "Session": ...
+
+    def _generate(self, operation: Generate, make_tap: Callable[[], Tap]) -> Generated:
+        raise AbilityError(f"{self.info.name} has no generate() of its own")
 
     @abstractmethod
     def _cast(self, dtype: torch.dtype) -> "Subject": ...
@@ -177,6 +311,12 @@ class Session(ABC):
         self._ids = [[] for _ in self._ids]
 
     @final
+    def poison(self) -> int:
+        """Fill the cache's slots that hold no token with large finite garbage; return how many values that is."""
+        self.subject.require(Ability.POISON)
+        return at_the_seam(self._poison)
+
+    @final
     def cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
         """Return each layer's tensors by name; for attention ``k`` and ``v``, (batch, head, slot, head_dim)."""
         self.subject.require(Ability.INSPECT)
@@ -196,6 +336,9 @@ class Session(ABC):
 
     @abstractmethod
     def _reset(self) -> None: ...
+
+    def _poison(self) -> int:
+        raise AbilityError(f"a cache of {self.subject.info.name} has no slots without a token")
 
     @abstractmethod
     def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]: ...
@@ -230,6 +373,33 @@ def _check_list(what: str, value: object) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_generate(operation: Generate, subject: Subject) -> None:
+    """Raise unless the method can take these steps from these prompts."""
+    method, prompts, steps = operation.method, operation.prompts, operation.steps
+    if not prompts or not steps:
+        raise UsageError("a generation needs at least one prompt and one step")
+    for prompt in prompts:
+        check_ids(prompt, subject.info)
+    longest = max(map(len, prompts))
+    check_context(0, longest + len(steps), subject.info)
+    num_rows = len(steps[0]) if method is Method.BEAM else len(prompts)
+    if len(prompts) > 1 and method in (Method.BEAM, Method.PROMPT_LOOKUP):
+        raise UsageError(f"{method.value} is forced from one prompt, not from {len(prompts)}")
+    if num_rows > 1:
+        subject.require(Ability.BATCH)
+    if any(len(prompt) != longest for prompt in prompts):
+        subject.require(Ability.PAD)
+    for number, step in enumerate(steps):
+        check_ids([token for _, token in step], subject.info)
+        rows = [row for row, _ in step]
+        fits = rows == list(range(num_rows))
+        if method is Method.BEAM:
+            alive = num_rows if number else 1  # beams start as copies of one prompt, of which the first counts
+            fits = len(set(step)) == num_rows == len(step) and all(0 <= row < alive for row in rows)
+        if not fits:
+            raise UsageError(f"{method.value} of {num_rows} rows cannot take the step {step}")
 
 
 def check_context(start: int, num_new: int, info: SubjectInfo) -> None:

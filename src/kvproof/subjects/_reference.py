@@ -14,7 +14,17 @@ from kvproof._trace import Tap
 from kvproof.reference import VOCABULARY, Checkpoint, DecoderCache
 from kvproof.reference.cache import Append
 from kvproof.scenarios import Ability
-from kvproof.subjects._base import Session, Subject
+from kvproof.subjects._base import Opening, Session, Subject
+
+_ABILITIES = (
+    Ability.CAST,
+    Ability.TAP,
+    Ability.INSPECT,
+    Ability.BATCH,
+    Ability.CROP,
+    Ability.FORK,
+    Ability.REORDER,
+)
 
 
 class ReferenceSubject(Subject):
@@ -36,7 +46,7 @@ class ReferenceSubject(Subject):
             num_layers=config.num_layers,
             vocab_size=config.vocab_size,
             context_len=config.context_len,
-            abilities=tuple(ability for ability in Ability if ability is not Ability.PAD),
+            abilities=_ABILITIES,
         )
 
     @property
@@ -63,17 +73,17 @@ class ReferenceSubject(Subject):
         logits: Tensor = self.decoder(torch.tensor([ids]), torch.arange(len(ids))[None], tap=tap)
         return logits[0]
 
-    def _session(self, batch: int, tap: Tap, needs: frozenset[Ability]) -> "ReferenceSession":
+    def _session(self, opening: Opening) -> "ReferenceSession":
         config = self.decoder.config
         cache = DecoderCache.empty(
             self.new_request(),
             num_layers=config.num_layers,
-            batch=batch,
+            batch=opening.batch,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        return ReferenceSession(self, [[] for _ in range(batch)], cache, tap)
+        return ReferenceSession(self, [[] for _ in range(opening.batch)], cache, opening.tap)
 
     def _cast(self, dtype: torch.dtype) -> "ReferenceSubject":
         decoder = copy.deepcopy(self.decoder).to(dtype)

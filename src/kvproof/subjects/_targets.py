@@ -1,5 +1,9 @@
-"""From what a person types to a subject: a folder, or ``random:TYPE``."""
+"""From what a person types to a subject: a folder, a name on the hub, a GGUF file, a type, a configuration."""
 
+import importlib.metadata
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +12,108 @@ import torch
 from kvproof._errors import SubjectError, UsageError
 from kvproof.subjects._base import Subject, at_the_seam
 
+#: The versions of transformers that the adapter was run on: from the first, below the second.
+TRANSFORMERS_VERSIONS = ("4.57.6", "6")
 
-def load_target(target: str, *, dtype: str, seed: int, attention: str) -> Subject:
-    """Return the subject that ``target`` names, computing in ``dtype``.
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-    Raises `UsageError` for a target that is not there, or needs a library that is not installed.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a target is loaded, and what loading it may do."""
+
+    dtype: str = "float32"  #: the declared dtype, by torch's name
+    seed: int = 0  #: of a random model's weights
+    attention: str = "eager"
+    device: str = "cpu"
+    trust_remote_code: bool = False  #: run code that comes with the model
+    network: bool = False  #: fetch a model that is not in the local hub cache
+    config: Path | None = None  #: instead of a target: a random model of this configuration
+
+
+def load_target(target: str | None, options: LoadOptions) -> Subject:
+    """Return the subject that ``target`` names, or that ``options.config`` describes.
+
+    ``target`` is a folder with a transformers model, a GGUF file, ``org/name`` on the hub, or ``random:TYPE``.
+
+    Raises `UsageError` for a target that is not there, cannot be loaded or cannot be audited, for a device or
+    dtype that does not exist, and for a library that is not installed or was not run in that version.
     """
-    wanted = getattr(torch, dtype)
-    if target.partition(":")[0] != "random" and not Path(target).is_dir():
-        raise UsageError(f"no such model: {target!r} is neither a folder nor random:TYPE")
+    build = _builder(target, options)
+    label = target or str(options.config)
+    adapter = _adapter(label)
     try:
-        from kvproof.subjects import _transformers as adapter
-    except ImportError as error:
-        raise UsageError(
-            f"{target} needs the transformers library: pip install 'kvproof[transformers]' ({error})"
-        ) from error
-    try:
-        return at_the_seam(lambda: _built(adapter, target, dtype=wanted, seed=seed, attention=attention))
+        return at_the_seam(lambda: build(adapter))
     except SubjectError as error:
-        raise UsageError(f"{target} cannot be audited: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{label} cannot be audited: {str(error).splitlines()[0]}") from error
 
 
-def _built(adapter: Any, target: str, *, dtype: torch.dtype, seed: int, attention: str) -> Subject:
+def _builder(target: str | None, options: LoadOptions) -> Callable[[Any], Subject]:
+    """Return what builds the subject, given the adapter; refuse what can be refused without a library."""
+    if (target is None) == (options.config is None):
+        raise UsageError("give a TARGET or --config FILE, and not both")
+    common = {
+        "dtype": _dtype(options.dtype),
+        "attention": options.attention,
+        "device": _device(options.device),
+    }
+    trusting = {**common, "trust_remote_code": options.trust_remote_code}
+    if target is None:
+        return lambda adapter: adapter.config_model(options.config, seed=options.seed, **trusting)
     kind, _, rest = target.partition(":")
+    path = Path(target)
     if kind == "random":
-        subject: Subject = adapter.random_model(rest, seed=seed, dtype=dtype, attention=attention)
-        return subject
-    loaded: Subject = adapter.load_folder(Path(target), dtype=dtype, attention=attention)
-    return loaded
+        return lambda adapter: adapter.random_model(rest, seed=options.seed, **common)
+    if path.is_dir():
+        return lambda adapter: adapter.load_folder(path, **trusting)
+    if path.suffix == ".gguf" and path.is_file():
+        return lambda adapter: adapter.load_gguf(path, **common)
+    if path.is_file():
+        raise UsageError(f"{target} is a file, and no .gguf: give the folder that holds the model")
+    if path.suffix != ".gguf" and _HUB_NAME.fullmatch(target):
+        return lambda adapter: adapter.load_hub(target, network=options.network, **trusting)
+    raise UsageError(
+        f"no such model: {target!r} is neither a folder, a .gguf file, org/name on the hub nor random:TYPE"
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(
+            f"no such floating-point dtype: {name!r}; torch knows float32, bfloat16, float16, float64"
+        )
+    return dtype
+
+
+def _device(name: str) -> str:
+    """Return the name of a device that is there; raise `UsageError` for any other."""
+    accelerator = torch.accelerator.current_accelerator()
+    here = ["cpu"]
+    if accelerator is not None:
+        here += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    if name in here or (len(here) > 1 and accelerator is not None and name == accelerator.type):
+        return name
+    raise UsageError(f"no such device: {name!r}; this machine has {', '.join(here)}")
+
+
+def _adapter(label: str) -> Any:
+    """Return the transformers adapter; raise `UsageError` where its library is missing or of another version."""
+    how = "pip install 'kvproof[transformers]'"
+    first, end = TRANSFORMERS_VERSIONS
+    try:
+        found = importlib.metadata.version("transformers")
+        if not _numbers(first) <= _numbers(found) < _numbers(end):
+            raise UsageError(
+                f"transformers {found} is installed, and kvproof knows {first} up to, not including, {end}: {how}"
+            )
+        from kvproof.subjects import _transformers as adapter
+    except ImportError as error:  # also where there is no such distribution
+        raise UsageError(f"{label} needs the transformers library: {how} ({error})") from error
+    return adapter
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: what orders releases, and counts a preview as its release."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -1,14 +1,23 @@
 """The adapter for causal language models of the transformers library."""
 
-from kvproof.subjects._transformers._load import load_folder, random_model
+from kvproof.subjects._transformers._load import (
+    config_model,
+    load_folder,
+    load_gguf,
+    load_hub,
+    random_model,
+)
 from kvproof.subjects._transformers._model import TransformersSession, TransformersSubject
 from kvproof.subjects._transformers._tiny import known_types, tiny_config, tiny_model
 
 __all__ = [
     "TransformersSession",
     "TransformersSubject",
+    "config_model",
     "known_types",
     "load_folder",
+    "load_gguf",
+    "load_hub",
     "random_model",
     "tiny_config",
     "tiny_model",

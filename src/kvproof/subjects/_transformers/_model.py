@@ -7,8 +7,9 @@ the call no cached one, and nothing is concluded from it.
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,40 +21,62 @@ from kvproof._errors import AbilityError, SubjectError, UsageError
 from kvproof._float64 import TrueFloat64
 from kvproof._report import SubjectInfo
 from kvproof._trace import Tap, untouched
-from kvproof.scenarios import Ability
-from kvproof.subjects._base import Session, Subject
+from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
+from kvproof.subjects._base import Generated, Opening, Session, Subject
+from kvproof.subjects._transformers import _caches, _generate, _states
+from kvproof.subjects._transformers._attention import attention_tapped
+from kvproof.subjects._transformers._tables import exact_tables
 from kvproof.subjects._transformers._taps import tapped
+from kvproof.subjects._transformers._tokenizer import Tokenizer
 
-#: The names of the cache argument that are understood, newest first.
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+#: How a cache moves its rows: the first keeps their number, the second may change it; some offer one alone.
+_SELECTIONS = ("reorder_cache", "batch_select_indices")
+#: Logits beyond this are computed for the positions that are asked for alone.
+_MANY_BYTES = 2**26
 
 
 class TransformersSubject(Subject):
     """A causal language model, frozen, on the device that it stands on."""
 
-    def __init__(self, model: PreTrainedModel, *, name: str, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        seed: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
+        if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped kernels know no float64
+        self._tokenizer = tokenizer
         for weight_name, weight in model.state_dict().items():
             if weight.is_floating_point() and not weight.isfinite().all():
                 raise UsageError(f"{name}: weight {weight_name!r} holds a value that is not finite")
         self._seed = seed
         parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = next((a for a in _CACHE_ARGUMENTS if a in parameters), None)
-        if self.cache_argument is None:
-            raise AbilityError(
-                f"{name}: its forward takes none of {', '.join(_CACHE_ARGUMENTS)}, so kvproof cannot hand it "
-                f"a cache: forward({', '.join(parameters)})"
-            )
-        self.takes_positions = "position_ids" in parameters
-        self.takes_mask = "attention_mask" in parameters
+        reason = _states.why_no_session(model, parameters)
+        if reason is not None:
+            raise AbilityError(f"{name} cannot be audited: {reason}")
+        self.cache_argument = str(_states.cache_argument(parameters))
+        self.own_cache = _states.own_cache_class(model)
+        self.stateful_modules = _states.stateful_modules(model)
+        # What goes back in as it came out counts its own positions and covers no padding.
+        hands_cache = self.cache_argument in _states.CACHE_ARGUMENTS
+        self.takes_positions = hands_cache and "position_ids" in parameters
+        self.takes_mask = hands_cache and "attention_mask" in parameters
+        self.takes_cache_positions = "cache_position" in parameters
+        self.cache_switch = "use_mems" if "use_mems" in parameters else "use_cache"
         self.config = model.config.get_text_config(decoder=True)
+        kinds = (CacheKind.STATIC, CacheKind.OFFLOADED, CacheKind.QUANTISED)
+        self._no_cache = {kind: self._why_not(kind) for kind in kinds}
         self._info = SubjectInfo(
             name=name,
             digest=weights_digest(model),
             mode="train" if model.training else "eval",
             dtype=str(model.dtype).removeprefix("torch."),
             num_layers=int(self.config.num_hidden_layers),
-            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+            vocab_size=_vocab_size(model, self.config),
             context_len=_context_len(self.config),
             abilities=tuple(self._abilities()),
         )
@@ -68,49 +91,129 @@ class TransformersSubject(Subject):
         """The seed of a random model."""
         return self._seed
 
-    def token(self, token_id: int) -> str:
-        """Return the id itself."""
-        return str(token_id)
+    @property
+    def boundaries(self) -> Boundaries:
+        """The context, and the windows, convolutions and scan blocks that the configuration declares."""
+        return Boundaries(context_len=self.info.context_len, windows=_caches.windows(self.config))
 
-    def new_cache(self, *, records_past: bool = False) -> Any:
-        """Return an empty cache that knows the model's layer kinds, ready to be cropped if ``records_past``."""
+    @property
+    def lacks(self) -> Mapping[Ability, str]:
+        """Why the library keeps no cache of some kinds for the model."""
+        return _caches.lacks(self._no_cache)
+
+    def token(self, token_id: int) -> str:
+        """Return the token's text in quotes, for its spaces count; without a tokenizer, the id itself."""
+        text = None if self._tokenizer is None else self._tokenizer.text(token_id)
+        return str(token_id) if text is None else repr(text)
+
+    def _encode(self, text: str) -> Sequence[int]:
+        return super()._encode(text) if self._tokenizer is None else self._tokenizer.encode(text)
+
+    def new_cache(self, batch: int, *, records_past: bool = False) -> Any:
+        """Return an empty cache for ``batch`` rows, ready to be cropped if ``records_past``.
+
+        None stands for the empty state of a type that takes what its last call returned.
+        """
+        if self.cache_argument in _states.RETURNED:
+            return None
+        if self.own_cache is not None:
+            return _states.own_cache(self.own_cache, self.model, self.config, batch)
+        if not hasattr(DynamicCache, "activate_past_recording"):
+            # Before 5.0 a window's layer forgets for good, and one made without a configuration keeps everything.
+            return DynamicCache() if records_past else DynamicCache(config=self.config)
         cache = DynamicCache(config=self.config)
-        if records_past and hasattr(cache, "activate_past_recording"):
+        if records_past:
             cache.activate_past_recording()
         return cache
 
     def forward(self, tap: Tap, **arguments: Any) -> Any:
         """Run the model's own forward, in true float64 where the weights are float64, with taps in place."""
+        return self._run(self.model, tap, arguments)
+
+    def _run(self, call: Callable[..., Any], tap: Tap, arguments: dict[str, Any]) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self.model.dtype is torch.float64:
                 stack.enter_context(TrueFloat64())
             if tap is not untouched:
-                stack.enter_context(tapped(self.model, tap, tuple(arguments["input_ids"].shape)))
-            return self.model(**arguments)
+                shape = tuple(arguments["input_ids"].shape)
+                cache = arguments.get(self.cache_argument)
+                stack.enter_context(tapped(self.model, tap, shape))
+                stack.enter_context(attention_tapped(self.model, tap, shape, cache))
+            return call(**arguments)
 
     def _abilities(self) -> Iterator[Ability]:
-        yield from (Ability.CAST, Ability.TAP, Ability.BATCH, Ability.FORK, Ability.REORDER)
-        if getattr(self.new_cache(), "is_croppable", True):
-            yield Ability.CROP
+        yield from (Ability.CAST, Ability.TAP, Ability.BATCH, Ability.FORK)
+        cache = self.new_cache(1)
+        if not self.stateful_modules:
+            if any(hasattr(cache, name) for name in _SELECTIONS):
+                yield Ability.REORDER
+            # The library's own caches could all be cropped before they said whether they can.
+            if getattr(cache, "is_croppable", type(cache) is DynamicCache):
+                yield Ability.CROP
         if self.takes_positions and self.takes_mask:
             yield Ability.PAD
+            yield Ability.OMIT_POSITIONS
+        for kind, reason in self._no_cache.items():
+            if kind.ability is not None and reason is None:
+                yield kind.ability
+        if self._no_cache[CacheKind.STATIC] is None and _caches.has_spare_slots(self.config):
+            yield Ability.POISON
+        if self.model.can_generate():
+            yield Ability.GENERATE
+            if self.cache_argument in _generate.CHUNKED_ARGUMENTS and self._keeps_library_cache():
+                yield Ability.GENERATE_CHUNKED
+            if not getattr(self.model, "_is_stateful", False):
+                yield Ability.GENERATE_ASSISTED
+
+    def _keeps_library_cache(self) -> bool:
+        returned = self.cache_argument in _states.RETURNED
+        return not returned and self.own_cache is None and not self.stateful_modules
+
+    def _why_not(self, kind: CacheKind) -> str | None:
+        if not self._keeps_library_cache():
+            return f"its state is no cache of the library's, so there is no {kind.value} one"
+        return _caches.why_not(kind, self.config, self.model.device)
 
     def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
         tensor = torch.tensor([list(ids)], device=self.model.device)
-        logits: Tensor = self.forward(tap, input_ids=tensor, use_cache=False).logits
+        logits: Tensor = self.forward(tap, input_ids=tensor, **{self.cache_switch: False}).logits
         return logits[0]
 
-    def _session(self, batch: int, tap: Tap, needs: frozenset[Ability]) -> "TransformersSession":
-        records = Ability.CROP in needs
-        cache = self.new_cache(records_past=records)
-        return TransformersSession(self, [[] for _ in range(batch)], cache, tap, records_past=records)
+    def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
+        """Return the rows of some positions, computed alone where all of them would take much memory."""
+        all_bytes = len(ids) * self.info.vocab_size * self.model.dtype.itemsize
+        if all_bytes <= _MANY_BYTES or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            return super()._kept_rows(ids, tap, keep)
+        tensor = torch.tensor([list(ids)], device=self.model.device)
+        kept = torch.arange(keep.start, keep.stop, device=self.model.device)
+        options = {self.cache_switch: False, "logits_to_keep": kept}
+        logits: Tensor = self.forward(tap, input_ids=tensor, **options).logits
+        return logits[0]
+
+    def _session(self, opening: Opening) -> "TransformersSession":
+        return TransformersSession(self, [[] for _ in range(opening.batch)], self.opened_cache(opening), opening)
+
+    def opened_cache(self, opening: Opening) -> Any:
+        """Return an empty cache as a session opens with it."""
+        if opening.cache is CacheKind.DYNAMIC:
+            return self.new_cache(opening.batch, records_past=Ability.CROP in opening.needs)
+        return _caches.new_cache(opening.cache, self.config, opening.capacity)
+
+    def _generate(self, operation: Generate, make_tap: Callable[[], Tap]) -> Generated:
+        _states.put_module_state(self.stateful_modules, None)
+        return _generate.generate(self.model, operation, make_tap, self._run, takes_mask=self.takes_mask)
+
+    def with_exact_tables(self, rounded_to: torch.dtype) -> "tuple[TransformersSubject, tuple[str, ...]] | None":
+        """Return the model with its buffers as a new model of its class computes them in float64."""
+        model = copy.deepcopy(self.model)
+        names = exact_tables(model, rounded_to)
+        exact = TransformersSubject(model, name=self._info.name, seed=self._seed, tokenizer=self._tokenizer)
+        return (exact, names) if names else None
 
     def _cast(self, dtype: torch.dtype) -> "TransformersSubject":
         model = copy.deepcopy(self.model).to(dtype)
-        if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the grouped kernels know no float64
-        return TransformersSubject(model, name=self._info.name, seed=self._seed)
+        return TransformersSubject(model, name=self._info.name, seed=self._seed, tokenizer=self._tokenizer)
 
 
 class TransformersSession(Session):
@@ -121,15 +224,17 @@ class TransformersSession(Session):
         subject: TransformersSubject,
         ids: Sequence[Sequence[int]],
         cache: Any,
-        tap: Tap,
-        *,
-        records_past: bool,
+        opening: Opening,
     ) -> None:
         super().__init__(subject, ids)
         self.transformers = subject
         self.cache = cache
-        self.tap = tap
-        self.records_past = records_past
+        self.opening = opening
+        self.tap = opening.tap
+        self.records_past = Ability.CROP in opening.needs
+        #: How many columns the cache holds: the longest row that it was ever given, padding included.
+        self.num_columns = 0
+        self.module_state: list[dict[str, Any]] | None = None
         # A recording cache keeps what a forward pushed out of the window until the crop that must follow it.
         self.owes_crop = False
 
@@ -138,7 +243,7 @@ class TransformersSession(Session):
         try:
             return self._call(self._ids, ids, self.tap)
         except BaseException:
-            self._reset()
+            self._start_anew()
             if start:
                 self._call([[]] * len(ids), self._ids, untouched)
             raise
@@ -146,8 +251,7 @@ class TransformersSession(Session):
     def _call(self, old: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], tap: Tap) -> Tensor:
         if self.owes_crop:
             self._remove(0)
-        subject, num_new = self.transformers, max(map(len, ids))
-        start = max(map(len, old))
+        subject, start, num_new = self.transformers, self.num_columns, max(map(len, ids))
         device = subject.model.device
         tensor = torch.tensor([[0] * (num_new - len(row)) + list(row) for row in ids], device=device)
         lengths = [len(before) + len(new) for before, new in zip(old, ids, strict=True)]
@@ -155,48 +259,78 @@ class TransformersSession(Session):
         mask = torch.tensor([[0] * (total - n) + [1] * n for n in lengths], device=device)
         arguments: dict[str, Any] = {
             "input_ids": tensor,
-            "use_cache": True,
-            str(subject.cache_argument): self.cache,
+            subject.cache_switch: True,
+            subject.cache_argument: self.cache,
         }
         if subject.takes_mask and (subject.takes_positions or start == 0):
             arguments["attention_mask"] = mask
-        if subject.takes_positions:
+        if subject.takes_positions and not self.opening.omit_positions:
             arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -num_new:]
+        if subject.takes_cache_positions:
+            positions = _states.cache_positions(subject.cache_argument, subject.config, start, num_new)
+            arguments["cache_position"] = positions.to(device)
+        before = _states.fingerprint(self.cache)
+        _states.put_module_state(subject.stateful_modules, self.module_state)
         output = subject.forward(tap, **arguments)
+        self.module_state = _states.take_module_state(subject.stateful_modules)
         self.cache = _returned_cache(output, self.cache)
-        grown = _cache_len(self.cache)
-        if grown is not None and grown != total:
-            raise SubjectError(f"the call was not a cached one: the cache holds {grown} tokens, not {total}")
+        self._check_growth(before, total)
+        self.num_columns = total
         self.owes_crop = self.records_past
         logits: Tensor = output.logits
         return logits
+
+    def _check_growth(self, before: list[tuple[Tensor, int]], total: int) -> None:
+        grown = _states.cache_len(self.cache)
+        if grown is not None and grown != total:
+            raise SubjectError(f"the call was not a cached one: the cache holds {grown} tokens, not {total}")
+        if grown is None and _states.is_same(before, _states.fingerprint(self.cache)):
+            raise SubjectError("the call was not a cached one: it left the cache as it was")
 
     def _crop(self, length: int) -> None:
         self._remove(len(self) - length)
 
     def _remove(self, num_tokens: int) -> None:
         """Take the newest tokens off the cache; older versions are told how many stay, newer ones how many go."""
+        kept = self.num_columns - num_tokens
         if "max_length" in inspect.signature(type(self.cache).crop).parameters:
-            self.cache.crop(len(self) - num_tokens)
+            self.cache.crop(kept)
         else:
             self.cache.crop(-num_tokens)
+        left = _states.cache_len(self.cache)
+        if left is not None and left != kept:
+            raise SubjectError(f"the crop did not roll the cache back: it holds {left} tokens, not {kept}")
+        self.num_columns = kept
         self.owes_crop = False
 
     def _reorder(self, rows: Sequence[int]) -> None:
         index = torch.tensor(list(rows), device=self.transformers.model.device)
-        if len(rows) == len(self._ids):
-            self.cache.reorder_cache(index)
-        else:
-            self.cache.batch_select_indices(index)
+        keeps_size = len(rows) == len(self._ids)
+        wanted = _SELECTIONS if keeps_size else reversed(_SELECTIONS)
+        getattr(self.cache, next(name for name in wanted if hasattr(self.cache, name)))(index)
 
     def _fork(self, tap: Tap) -> "TransformersSession":
         cache = copy.deepcopy(self.cache)
-        fork = TransformersSession(self.transformers, self.ids, cache, tap, records_past=self.records_past)
+        opening = replace(self.opening, batch=len(self._ids), tap=tap)
+        fork = TransformersSession(self.transformers, self.ids, cache, opening)
+        fork.num_columns, fork.module_state = self.num_columns, self.module_state
         fork.owes_crop = self.owes_crop
         return fork
 
     def _reset(self) -> None:
-        self.cache = self.transformers.new_cache(records_past=self.records_past)
+        """Empty the cache: a static one by the library's own means, so that its buffers are used again."""
+        if self.opening.cache is not CacheKind.STATIC:
+            self._start_anew()
+            return
+        self.cache.reset()
+        self.num_columns = 0
+
+    def _poison(self) -> int:
+        return _caches.poison(self.cache)
+
+    def _start_anew(self) -> None:
+        self.cache = self.transformers.opened_cache(replace(self.opening, batch=len(self._ids)))
+        self.num_columns, self.module_state = 0, None
         self.owes_crop = False
 
     def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
@@ -205,22 +339,17 @@ class TransformersSession(Session):
 
 def _returned_cache(output: Any, fed: Any) -> Any:
     """Return the cache to go on with: the one returned, or the one fed where outputs lack it."""
-    for name in _CACHE_ARGUMENTS:
+    for name in (*_states.CACHE_ARGUMENTS, *_states.RETURNED):
         returned = getattr(output, name, None)
         if returned is not None:
             return returned
     return fed
 
 
-def _cache_len(cache: Any) -> int | None:
-    """Return how many tokens the cache says it holds, or None where no layer counts them."""
-    lengths = []
-    for layer in getattr(cache, "layers", ()):
-        try:
-            lengths.append(int(layer.get_seq_length()))
-        except (AttributeError, NotImplementedError, TypeError, ValueError):
-            continue  # recurrent layers hold a state and count nothing
-    return max(lengths, default=None)
+def _vocab_size(model: PreTrainedModel, config: Any) -> int:
+    """Return how many logits a row holds; some types keep one output matrix for each codebook, or hide it."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return int(config.vocab_size if weight is None else weight.shape[0])
 
 
 def _context_len(config: Any) -> int:

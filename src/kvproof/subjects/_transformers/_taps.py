@@ -15,7 +15,8 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
     """Hand every module's output to the tap, in the order in which modules finish.
 
     Outputs are brought to (batch, new, …); what has neither those axes nor their product in front is passed
-    by. A module that runs more than once in a forward is told apart by a count.
+    by, and so are tokens in a row inside experts: there they are those that a router chose, in its order. A
+    module that runs more than once in a forward is told apart by a count.
     """
     calls: dict[str, int] = {}
 
@@ -23,12 +24,13 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
         value = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(value, Tensor) or value.dim() < 2:
             return None
-        if tuple(value.shape[:2]) != shape and value.shape[0] != shape[0] * shape[1]:
+        in_a_row = tuple(value.shape[:2]) != shape
+        if in_a_row and (value.shape[0] != shape[0] * shape[1] or "experts" in name.split(".")[:-1]):
             return None
         calls[name] = calls.get(name, 0) + 1
         label = name if calls[name] == 1 else f"{name} (run {calls[name]})"
-        seen = value if tuple(value.shape[:2]) == shape else value.reshape(*shape, *value.shape[1:])
-        changed = tap(Site(Stage.MODULE, _layer_of(name), label), seen)
+        seen = value.reshape(*shape, *value.shape[1:]) if in_a_row else value
+        changed = tap(Site(Stage.MODULE, layer_of(name), label), seen)
         if changed is seen:
             return None
         changed = changed.reshape(value.shape)
@@ -46,6 +48,6 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
             handle.remove()
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     """Return the first number in a module's path: the layer that it belongs to."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)

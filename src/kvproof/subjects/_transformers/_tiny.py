@@ -24,6 +24,7 @@ from kvproof.subjects._transformers._tiny_sizes import (
     EXCEPTIONS,
     LAYER_COUNTS,
     NUM_LAYERS,
+    OLD_KINDS,
     PER_LAYER,
     REFUSED,
     ROPE_CONTEXT_LEN,
@@ -189,6 +190,8 @@ def _model_class(model_type: str) -> "type[transformers.PreTrainedModel]":
     import transformers
 
     model_class: type[transformers.PreTrainedModel] = getattr(transformers, names[model_type])
+    if ".deprecated." in model_class.__module__:
+        raise UsageError(f"{model_type!r} is deprecated in this transformers, and knows no cache of today's form")
     return model_class
 
 
@@ -242,11 +245,22 @@ def _shrunken(default: "transformers.PreTrainedConfig", overrides: Mapping[str, 
     # Configuration classes change what they are given; the tables are everybody's.
     sizes = {name: copy.deepcopy(value) for name, value in chosen.items() if name in known}
     num_layers = next((sizes[name] for name in LAYER_COUNTS if name in sizes), NUM_LAYERS)
-    patterns = {**_mixed_patterns(values), **PER_LAYER.get(default.model_type, {})}
+    patterns = {**_mixed_patterns(values), **_patterns(default.model_type)}
     for name, pattern in patterns.items():
         if name in known and name not in renamed:
             sizes[name] = list(islice(cycle(pattern), num_layers))
     return sizes
+
+
+def _patterns(config_type: str) -> Mapping[str, tuple[object, ...]]:
+    """Return the patterns listed for a configuration type, with the kinds named as the installed release does."""
+    import transformers
+
+    patterns = PER_LAYER.get(config_type, {})
+    if hasattr(transformers, "PreTrainedConfig"):  # since 5.0
+        return patterns
+    old = OLD_KINDS.get(config_type, {})
+    return {name: tuple(old.get(str(kind), kind) for kind in kinds) for name, kinds in patterns.items()}
 
 
 def _mixed_patterns(values: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:

@@ -1,7 +1,7 @@
 """The sizes of the tiny models: data only, read by `_tiny`.
 
 A name that a configuration class does not know is skipped, so one table serves every type and release.
-Measured on transformers 5.17.0.
+Measured on transformers 4.57.6, 5.17.0 and 5.24.0.
 """
 
 from collections.abc import Mapping
@@ -214,7 +214,9 @@ PER_LAYER: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
         ),
         "mlp_layer_types": ("hash_moe", "hash_moe", "moe", "moe", "moe"),
     },
+    "dory": {"layer_types": _SLIDING},
     "dots1": {"layer_types": _SLIDING},
+    "dots3_note_text": {"layer_types": ("indexed_attention", "sliding_attention")},
     "gemma3n_text": {"intermediate_size": (_FEED_FORWARD,)},
     "glm_moe_dsa": {"indexer_types": ("full", "shared")},
     "granite_swa": {"layer_rope_theta": (10000.0,)},
@@ -234,6 +236,13 @@ PER_LAYER: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     "zamba": {"layers_block_type": ("linear_attention", "linear_attention", "hybrid")},
     "zamba2": {"layers_block_type": ("linear_attention", "linear_attention", "hybrid")},
     "zaya": {"layer_types": ("hybrid", "hybrid_sliding")},
+}
+
+#: The names that kinds of layers had before 5.0, in types whose kinds are listed above.
+OLD_KINDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+    "zamba": {"linear_attention": "mamba"},
+    "zamba2": {"linear_attention": "mamba"},
 }
 
 #: Latent attention: every head has its own key, and only the rotary part is a head wide.
@@ -264,6 +273,7 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
     "afmoe": {"global_attn_every_n_layers": 2},
     "axk1": _LATENT,
     "axk2": {**_LATENT, "gated_norm_rank": 8},
+    "bailing_hybrid": {"num_key_value_heads": _HEADS, "layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": _ORIGINAL_ATTENTION,
     "bigbird_pegasus": _ORIGINAL_ATTENTION,
@@ -309,6 +319,25 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
     "doge": {"keep_window_size": WINDOW},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "dots3_note": {"vision_config": {"adapter_out_dim": _WIDTH}, "audio_config": {"adapter_out_dim": _WIDTH}},
+    "dots3_note_text": {
+        "num_key_value_heads": _HEADS,
+        "head_dim": 24,
+        "per_layer_config": {
+            layer: {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "head_dim": 24,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+            }
+            for layer in range(1, NUM_LAYERS, 2)  # the sliding ones
+        },
+    },
     "electra": {"embedding_size": 32},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
     "falcon": {"new_decoder_architecture": True},
@@ -356,7 +385,10 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
     "minimax": {"sliding_window": None},
     # index heads choose blocks for the key heads, one for one
     "minimax_m3_vl_text": {"index_n_heads": _HEADS // 2, "index_block_size": 4, "index_topk_blocks": 2},
-    "mllama_text_model": {"cross_attention_layers": []},
+    "mllama_text_model": {
+        "cross_attention_layers": [],
+        "rope_scaling": {"rope_type": "default"},  # without one, 4.57 builds nothing
+    },
     "moshi": {"sliding_window": 64},
     "mpt": {"attn_config": {}},
     "musicgen_decoder": {"num_codebooks": 1},  # one codebook is one row of ids, as in any other type

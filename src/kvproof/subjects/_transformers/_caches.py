@@ -1,0 +1,116 @@
+"""The library's caches besides the dynamic one, what each needs, and the windows that configurations declare."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+from kvproof.scenarios import Ability, CacheKind
+
+#: Large and finite. Its square must not overflow, nor may it lift a masked score off the lowest value.
+_GARBAGE: Final = 1e4
+
+#: The packages that can quantise a cache, by the name of the library's backend.
+_BACKENDS: Final = {"quanto": "optimum.quanto", "hqq": "hqq"}
+
+#: Names under which configurations declare a length that attention, a convolution or a scan works in.
+_WINDOWS: Final = (
+    "sliding_window",
+    "sliding_window_size",
+    "window_size",
+    "local_attention",
+    "attention_window_size",
+    "attention_chunk_size",
+    "keep_window_size",
+    "index_topk",
+    "conv_kernel",
+    "conv_kernel_size",
+    "conv1d_width",
+    "conv_L_cache",
+    "d_conv",
+    "mamba_d_conv",
+    "linear_conv_kernel_dim",
+    "chunk_size",
+    "mamba_chunk_size",
+)
+
+#: The kinds of layers, one of which there must be where a configuration lists them, for a length to count.
+_LAYER_KINDS: Final = {"sliding_window": "sliding", "attention_chunk_size": "chunked"}
+
+
+def new_cache(kind: CacheKind, config: Any, capacity: int) -> Any:
+    """Return an empty cache of a kind other than the dynamic one, for at least ``capacity`` tokens."""
+    if kind is CacheKind.STATIC:
+        return StaticCache(config=config, max_cache_len=capacity)
+    if kind is CacheKind.OFFLOADED:
+        return DynamicCache(config=config, offloading=True)
+    return QuantizedCache(backend=next(_backends()), config=config)
+
+
+def why_not(kind: CacheKind, config: Any, device: torch.device) -> str | None:
+    """Return why a model cannot keep such a cache, or none where it can."""
+    if kind is CacheKind.OFFLOADED and device.type == "cpu":
+        return "an offloaded cache moves between a device and the host, and the model stands on the CPU"
+    if kind is CacheKind.QUANTISED and not any(_backends()):
+        return "a quantised cache needs optimum-quanto or hqq, and neither is installed"
+    try:
+        new_cache(kind, config, 1)
+    except Exception as error:  # the library raises errors of many types for layers that it has no cache of
+        return f"the library makes no {kind.value} cache for it: {type(error).__name__}: {error}"
+    return None
+
+
+def has_spare_slots(config: Any) -> bool:
+    """Return whether some layer of a static cache has slots, and not a state alone."""
+    return any(hasattr(layer, "max_cache_len") for layer in new_cache(CacheKind.STATIC, config, 1).layers)
+
+
+def poison(cache: Any) -> int:
+    """Fill every slot that holds no token with large finite garbage; return how many values that are.
+
+    Only layers with a buffer made in advance have such slots.
+    """
+    return sum(_filled(buffer, axis, held) for buffer, axis, held in _buffers(cache))
+
+
+def windows(config: Any) -> tuple[int, ...]:
+    """Return the lengths that a configuration declares, from 2 up, the smallest first."""
+    kinds = getattr(config, "layer_types", None)
+    found = set()
+    for name in _WINDOWS:
+        value = getattr(config, name, None)
+        listed = kinds is None or any(_LAYER_KINDS.get(name, "") in str(kind) for kind in kinds)
+        if isinstance(value, int) and value >= 2 and listed:
+            found.add(value)
+    return tuple(sorted(found))
+
+
+def lacks(reasons: dict[CacheKind, str | None]) -> dict[Ability, str]:
+    """Return the reasons by the ability that is missing."""
+    return {kind.ability: reason for kind, reason in reasons.items() if kind.ability and reason}
+
+
+def _backends() -> Iterator[str]:
+    for backend, package in _BACKENDS.items():
+        if find_spec(package.partition(".")[0]) is not None and find_spec(package) is not None:
+            yield backend
+
+
+def _buffers(cache: Any) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield each buffer made in advance, its slot axis, and how many slots hold a token."""
+    for layer in getattr(cache, "layers", ()):
+        if not hasattr(layer, "max_cache_len") or not getattr(layer, "is_initialized", False):
+            continue
+        for name, axis in (("keys", -2), ("values", -2), ("indexer_keys", -2)):
+            buffer = getattr(layer, name, None)
+            if isinstance(buffer, Tensor):
+                yield buffer, axis, min(int(layer.get_seq_length()), buffer.shape[axis])
+
+
+def _filled(buffer: Tensor, axis: int, held: int) -> int:
+    rest = buffer.narrow(axis, held, buffer.shape[axis] - held)
+    rest.fill_(min(_GARBAGE, torch.finfo(buffer.dtype).max ** 0.5))
+    return rest.numel()

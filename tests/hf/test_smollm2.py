@@ -1,0 +1,48 @@
+"""A real pretrained model, from a GGUF file: its text, its vocabulary, and an audit in bfloat16."""
+
+from ast import literal_eval
+
+import pytest
+from tests.hf.smollm2 import gguf_file
+
+from kvproof import audit
+from kvproof._prompts import sequences_for
+from kvproof.scenarios import chunked, token_by_token
+from kvproof.subjects import Subject
+from kvproof.subjects._targets import LoadOptions, load_target
+
+PROMPT = "A decoder generates fast because it caches keys and values."
+
+# The file takes up to a minute to load: these tests share one subject, and belong in one process.
+pytestmark = pytest.mark.xdist_group("smollm2")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Subject:
+    return load_target(str(gguf_file()), LoadOptions(dtype="bfloat16"))
+
+
+def test_the_file_gives_the_pretrained_model(smollm2: Subject):
+    assert smollm2.info.name == gguf_file().name
+    assert (smollm2.info.vocab_size, smollm2.info.num_layers, smollm2.info.context_len) == (49152, 30, 8192)
+    assert smollm2.info.dtype == "bfloat16"
+
+
+def test_text_survives_the_tokenizer(smollm2: Subject):
+    ids = smollm2.encode(f"{PROMPT} é\n")
+    assert "".join(literal_eval(smollm2.token(i)) for i in ids) == f"{PROMPT} é\n"
+    assert smollm2.token(ids[1]) == "' decoder'"
+
+
+def test_its_weights_are_those_that_were_trained(smollm2: Subject):
+    row = smollm2.rows(smollm2.encode("The capital of France is"))[-1]
+    assert smollm2.token(int(row.argmax())) == "' Paris'"
+
+
+def test_its_cached_path_passes(smollm2: Subject):
+    ids, _ = sequences_for(smollm2, PROMPT, 16, seed=0)
+    report = audit(smollm2, [token_by_token(ids), chunked(ids, 5)], all_values=False)
+    assert report.verdict.passes, report.summary
+    rows = {scenario.name: scenario.rows for scenario in report.scenarios}
+    assert len(rows["token-by-token"]) == len(rows["chunked prefill"]) == 16
+    assert "' decoder'" in rows["token-by-token"][-1].tokens

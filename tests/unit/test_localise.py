@@ -1,0 +1,127 @@
+"""Localisation's own rules: what is kept, what is cut short, and that one pass says what literal runs say."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvproof import ReferenceSubject, faults, localise
+from kvproof._errors import AbilityError
+from kvproof._report import SubjectInfo
+from kvproof._stages import OVER_SLOTS, Site, Stage
+from kvproof._trace import Recorder
+from kvproof._values import LiteralRuns, OnePassRuns
+from kvproof.faults import Fault
+from kvproof.reference.corpus import SEQUENCES
+from kvproof.scenarios import Ability, chunked, interleaved, rollback, token_by_token
+
+FAULTS = [
+    faults.wrong_position(),
+    faults.missing_append(),
+    faults.duplicate_append(),
+    faults.wrong_layer(),
+    faults.stale_slot(),
+    faults.swapped_keys_and_values(),
+    faults.mask_off_by_one(),
+    faults.cancelling_pair(),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_one_pass_finds_what_literal_runs_find(subject: ReferenceSubject, fault: Fault):
+    scenario = token_by_token(SEQUENCES[0])
+    literal = localise(subject, scenario, fault=fault).divergence
+    one_pass = localise(subject, scenario, fault=fault, one_pass=True).divergence
+    assert literal is not None
+    assert one_pass is not None
+    assert (one_pass.stage, one_pass.layer, one_pass.position, one_pass.slot, one_pass.contract) == (
+        literal.stage,
+        literal.layer,
+        literal.position,
+        literal.slot,
+        literal.contract,
+    )
+
+
+def test_one_pass_finds_nothing_in_a_healthy_path_and_compares_as_much(subject: ReferenceSubject):
+    for scenario in (token_by_token(SEQUENCES[0]), chunked(SEQUENCES[0], 2), interleaved(*SEQUENCES[:2])):
+        literal, one_pass = localise(subject, scenario), localise(subject, scenario, one_pass=True)
+        assert literal.divergence is one_pass.divergence is None
+        assert literal.num_values == one_pass.num_values
+
+
+def test_literal_runs_keep_few_whole_and_the_entries_of_each_sequence(subject: ReferenceSubject):
+    runs = LiteralRuns(subject)
+    for sequence in SEQUENCES:
+        for length in range(1, len(sequence) + 1):
+            assert runs.over(tuple(sequence[:length])).ids == sequence[:length]
+    assert len(runs.kept) <= 12
+    assert set(runs.entries) == set(map(tuple, SEQUENCES))
+    stages = {site.stage for entries in runs.entries.values() for site in entries}
+    assert stages == OVER_SLOTS
+
+
+def test_one_pass_runs_each_longest_sequence_once_and_no_further_than_asked(
+    subject: ReferenceSubject, monkeypatch: pytest.MonkeyPatch
+):
+    lengths: list[int] = []
+    plain = ReferenceSubject._rows
+
+    def counted(self: ReferenceSubject, ids: tuple[int, ...], tap: object) -> Tensor:
+        lengths.append(len(ids))
+        return plain(self, ids, tap)
+
+    monkeypatch.setattr(ReferenceSubject, "_rows", counted)
+    sequence = tuple(SEQUENCES[0])
+    runs = OnePassRuns(subject, token_by_token(sequence))
+    for length in range(1, len(sequence) + 1):
+        assert runs.over(sequence[:length]).ids == sequence
+    assert lengths == [len(sequence), len(sequence) - 1], "one pass, and one for the noise"
+    assert (
+        OnePassRuns(subject, token_by_token(sequence), until=sequence[:2]).over(sequence[:1]).ids == sequence[:2]
+    )
+
+
+def test_a_prefix_consumed_twice_does_not_end_the_search_early(subject: ReferenceSubject):
+    """After a crop the same ids come again; the row that is known to be wrong may be the second."""
+    sequence = SEQUENCES[0]
+    scenario = rollback(sequence, 1, sequence[1:])
+    calls: list[int] = []
+
+    def tap(site: Site, value: Tensor) -> Tensor:
+        calls.append(site.stage is Stage.TOKEN)
+        return value + 0.5 if site == Site(Stage.NEW_Q, 1) and sum(calls) == 2 else value
+
+    fault = Fault(
+        name="second", breaks="the call after the crop", first_stage=Stage.NEW_Q, plant=lambda: lambda: tap
+    )
+    found = localise(subject, scenario, fault=fault, until=tuple(sequence[:2])).divergence
+    assert found is not None
+    assert (found.stage, found.layer, found.position) == (Stage.NEW_Q, 1, 1)
+
+
+def test_the_subject_in_float64_can_be_handed_in(subject: ReferenceSubject, monkeypatch: pytest.MonkeyPatch):
+    top = subject.cast(torch.float64)
+    monkeypatch.setattr(ReferenceSubject, "_cast", None)
+    assert localise(subject, token_by_token(SEQUENCES[0]), top=top).divergence is None
+    declared = localise(subject, token_by_token(SEQUENCES[0]), top=top, rung="declared")
+    assert declared.divergence is None
+    assert declared.num_values > 500
+
+
+def test_a_subject_that_cannot_be_cast_is_not_compared_in_its_own_dtype(
+    subject: ReferenceSubject, monkeypatch: pytest.MonkeyPatch
+):
+    info = subject.info
+    abilities = tuple(ability for ability in info.abilities if ability is not Ability.CAST)
+    fields = {name: getattr(info, name) for name in SubjectInfo.__dataclass_fields__}
+    monkeypatch.setattr(subject, "_info", SubjectInfo(**{**fields, "abilities": abilities}))
+    with pytest.raises(AbilityError, match="cast"):
+        localise(subject, token_by_token(SEQUENCES[0]), rung="declared")
+    assert localise(subject, token_by_token(SEQUENCES[0])).num_values > 500
+
+
+def test_what_one_call_recorded_is_not_taken_for_the_next_ones(subject: ReferenceSubject):
+    recorder = Recorder()
+    subject.rows((1, 2), tap=recorder)
+    assert Site(Stage.LOGITS) in recorder.take()
+    assert recorder.values == {}

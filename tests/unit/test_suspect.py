@@ -1,0 +1,239 @@
+"""Which side is wrong: one row by four ways, of which one stands alone or none does."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tests.strategies import random_subject
+
+from kvproof import ReferenceSubject, Verdict, audit
+from kvproof._report import FourWays
+from kvproof._suspect import four_ways
+from kvproof._trace import Tap
+from kvproof._uncached import Uncached
+from kvproof.reference import Checkpoint, DecoderConfig
+from kvproof.scenarios import chunked, token_by_token
+from kvproof.subjects._base import Opening
+from kvproof.subjects._reference import ReferenceSession
+
+CONFIG = DecoderConfig(num_layers=2, num_heads=2, head_dim=4, mlp_width=8, context_len=12, vocab_size=16)
+IDS = (3, 1, 4, 1, 5, 9, 2, 6)
+PREFIX = IDS[:5]
+
+LITERAL, ONE_PASS = "literal", "one-pass"
+FRESH, STEPPING = "fresh cache, one call", "fresh cache, stepping"
+HERE = "this scenario"
+
+#: Says whether a forward is wrong: of the uncached path by its length, of a session by start and new tokens.
+WrongRows = Callable[[int], bool]
+WrongCall = Callable[[int, int], bool]
+
+
+class Broken(ReferenceSubject):
+    """A random decoder whose forwards are off by one logit where they are told to be."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        rows: WrongRows = lambda length: False,
+        call: WrongCall = lambda start, num_new: False,
+        raises: WrongCall = lambda start, num_new: False,
+    ) -> None:
+        super().__init__(checkpoint)
+        self.told = {"rows": rows, "call": call, "raises": raises}
+
+    def _rows(self, ids: Sequence[int], tap: Tap) -> torch.Tensor:
+        rows = super()._rows(ids, tap)
+        return off(rows) if self.told["rows"](len(ids)) else rows
+
+    def _session(self, opening: Opening) -> ReferenceSession:
+        session = super()._session(opening)
+        session.__class__ = _BrokenSession
+        return session
+
+    def _cast(self, dtype: torch.dtype) -> "Broken":
+        return Broken(super()._cast(dtype).checkpoint, **self.told)
+
+
+class _BrokenSession(ReferenceSession):
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> torch.Tensor:
+        told, num_new = self.reference.told, len(ids[0])
+        if told["raises"](start, num_new):
+            raise RuntimeError("no such call")
+        logits = super()._extend(ids, start)
+        return off(logits) if told["call"](start, num_new) else logits
+
+
+def off(rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.clone()
+    rows[..., 0] += 0.25
+    return rows
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Checkpoint:
+    return random_subject(CONFIG, seed=1).checkpoint
+
+
+def found(subject: ReferenceSubject, *, scenario_is_wrong: bool, prefix: tuple[int, ...] = PREFIX) -> FourWays:
+    uncached = Uncached(subject, "one-pass")
+    uncached.know([IDS])
+    exact = ReferenceSubject(subject.checkpoint).cast(torch.float64).rows(prefix)[-1]
+    ways = four_ways(uncached, prefix, off(exact) if scenario_is_wrong else exact)
+    assert ways is not None
+    assert ways.ids == prefix
+    return ways
+
+
+def test_where_nothing_is_wrong_all_ways_agree_and_none_is_suspect(healthy: Checkpoint):
+    ways = found(ReferenceSubject(healthy), scenario_is_wrong=False)
+    assert ways.groups == ((LITERAL, ONE_PASS, FRESH, STEPPING, HERE),)
+    assert ways.suspect is None
+    assert ways.sentence.startswith("in float64 all ways give this row the same")
+
+
+def test_a_scenario_that_alone_is_wrong_is_the_suspect(healthy: Checkpoint):
+    ways = found(ReferenceSubject(healthy), scenario_is_wrong=True)
+    assert ways.groups == ((LITERAL, ONE_PASS, FRESH, STEPPING), (HERE,))
+    assert ways.suspect == HERE
+    assert ways.sentence.startswith("the suspect is the cached path: 'this scenario' stands alone")
+
+
+def wrong_one_pass(length: int) -> bool:
+    return length > len(PREFIX)
+
+
+def wrong_literal(length: int) -> bool:
+    return length == len(PREFIX)
+
+
+def wrong_blocks(start: int, num_new: int) -> bool:
+    return num_new > 1
+
+
+def wrong_steps(start: int, num_new: int) -> bool:
+    return start > 0
+
+
+ALONE = [
+    pytest.param({"rows": wrong_one_pass}, False, ONE_PASS, "the uncached path", id="one-pass"),
+    pytest.param({"rows": wrong_literal}, False, LITERAL, "the uncached path", id="literal"),
+    pytest.param({"call": wrong_blocks}, False, FRESH, "the cached path", id="one call"),
+    pytest.param({"call": wrong_blocks}, True, FRESH, "the cached path", id="one call, as in the scenario"),
+    pytest.param({"call": wrong_steps}, False, STEPPING, "the cached path", id="stepping"),
+    pytest.param({"call": wrong_steps}, True, STEPPING, "the cached path", id="stepping, as in the scenario"),
+]
+
+
+@pytest.mark.parametrize(("told", "scenario_is_wrong", "way", "side"), ALONE)
+def test_the_way_that_stands_alone_is_the_suspect_and_names_its_path(
+    healthy: Checkpoint, told: dict[str, Callable[..., bool]], scenario_is_wrong: bool, way: str, side: str
+):
+    ways = found(Broken(healthy, **told), scenario_is_wrong=scenario_is_wrong)
+    assert ways.suspect == way
+    assert ways.sentence.startswith(f"the suspect is {side}: {way!r} stands alone")
+    assert ways.groups[1] == ((way, HERE) if scenario_is_wrong else (way,))
+    assert set(ways.groups[0]) >= {LITERAL, ONE_PASS, FRESH, STEPPING} - {way}
+
+
+def always(*of: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("told", "scenario_is_wrong"),
+    [
+        pytest.param({"rows": always}, False, id="uncached"),
+        pytest.param({"call": always}, True, id="cached"),
+    ],
+)
+def test_two_against_two_name_no_suspect(
+    healthy: Checkpoint, told: dict[str, Callable[..., bool]], scenario_is_wrong: bool
+):
+    ways = found(Broken(healthy, **told), scenario_is_wrong=scenario_is_wrong)
+    assert {frozenset(group) - {HERE} for group in ways.groups} == {
+        frozenset({LITERAL, ONE_PASS}),
+        frozenset({FRESH, STEPPING}),
+    }
+    assert ways.suspect is None
+    assert ways.sentence.startswith("no way stands alone")
+
+
+def test_two_that_stand_alone_name_no_suspect(healthy: Checkpoint):
+    """Stepping and the literal run are each off in its own place: what is left is two against one and one."""
+
+    def twice(start: int, num_new: int) -> bool:
+        return start == len(PREFIX) - 1
+
+    class Both(Broken):
+        def _rows(self, ids: Sequence[int], tap: Tap) -> torch.Tensor:
+            rows = super()._rows(ids, tap)
+            return off(off(rows)) if wrong_literal(len(ids)) else rows
+
+        def _cast(self, dtype: torch.dtype) -> "Both":
+            return Both(ReferenceSubject._cast(self, dtype).checkpoint, **self.told)
+
+    ways = found(Both(healthy, call=twice), scenario_is_wrong=False)
+    assert sorted(map(len, ways.groups)) == [1, 1, 3]
+    assert ways.suspect is None
+
+
+def test_without_a_top_rung_there_is_nothing_to_count(healthy: Checkpoint):
+    subject = ReferenceSubject(healthy)
+    uncached = Uncached(subject, "one-pass", top_rung=False)
+    uncached.know([IDS])
+    assert four_ways(uncached, PREFIX, subject.rows(PREFIX)[-1]) is None
+
+
+@pytest.mark.parametrize(
+    ("raises", "left_out"),
+    [
+        pytest.param(lambda start, num_new: num_new > 1, FRESH, id="one call"),
+        pytest.param(lambda start, num_new: start > 0, STEPPING, id="stepping"),
+    ],
+)
+def test_a_way_that_cannot_be_gone_is_left_out(healthy: Checkpoint, raises: WrongCall, left_out: str):
+    ways = found(Broken(healthy, raises=raises), scenario_is_wrong=True)
+    (agreed, alone) = ways.groups
+    assert set(agreed) == {LITERAL, ONE_PASS, FRESH, STEPPING} - {left_out}
+    assert alone == (HERE,)
+    assert ways.suspect == HERE
+
+
+def test_the_last_row_of_all_has_no_longer_pass(healthy: Checkpoint):
+    ways = found(ReferenceSubject(healthy), scenario_is_wrong=True, prefix=IDS)
+    assert ways.groups == ((LITERAL, FRESH, STEPPING), (HERE,))
+
+
+def test_a_cached_path_that_is_wrong_at_the_last_row_is_not_blamed_on_the_uncached_one(healthy: Checkpoint):
+    """Without a longer pass there are two cached ways and one uncached one: too few to count."""
+
+    def at_the_end(start: int, num_new: int) -> bool:
+        return start + num_new == len(IDS)
+
+    report = audit(Broken(healthy, call=at_the_end), [token_by_token(IDS)])
+    assert report.verdict is Verdict.DIVERGED
+    ways = report.scenarios[-1].four_ways
+    assert ways is not None
+    assert ways.ids == IDS
+    assert ways.suspect not in (LITERAL, ONE_PASS)
+    assert "the uncached path" not in ways.sentence
+
+
+def test_an_audit_names_the_suspect_of_the_first_row_that_diverged(healthy: Checkpoint):
+    report = audit(
+        Broken(healthy, call=lambda start, num_new: start == 3), [chunked(IDS, 3), token_by_token(IDS)]
+    )
+    assert report.verdict is Verdict.DIVERGED
+    _, chunks, steps = report.scenarios
+    assert chunks.four_ways.ids == IDS[:4]
+    assert chunks.four_ways.suspect == STEPPING
+    assert steps.four_ways.ids == IDS[:4]
+    assert steps.four_ways.suspect == STEPPING
+    assert steps.four_ways.groups[1] == (STEPPING, HERE)
+
+
+def test_an_audit_that_passes_has_no_suspect(healthy: Checkpoint):
+    report = audit(ReferenceSubject(healthy), [token_by_token(IDS)])
+    assert [result.four_ways for result in report.scenarios] == [None, None]
