@@ -23,6 +23,7 @@ report = kvproof.audit(
     scenarios=[token_by_token(sequence) for sequence in SEQUENCES],
     faults=[faults.wrong_position(), faults.wrong_layer()],
     tolerance=tolerance,
+    reference="literal",
 )
 for row in report.scenarios[0].rows:
     print(f"{row.tokens:12} gap {row.gap:.4e}  allowed {row.allowed:.0e}  {row.verdict}")

@@ -313,13 +313,30 @@ class Auditor:
                 gap = gap_between(self.uncached.row_of(rung, row.prefix), row.logits)
                 if not gap.size <= structural_limit(0.0, gap.scale):
                     return judged
-        reason = f"the float64 gap goes away once {names[0]} and {len(names) - 1} other tables are not float32"
-        return [
-            (dataclasses.replace(row, verdict=Verdict.ROUNDING, reason=reason), top)
-            if row in small
-            else (row, top)
-            for row, top in judged
-        ]
+        others = f" and {len(names) - 1} other tables" if len(names) > 1 else ""
+        why = f"the float64 gap goes away once {names[0]}{others} are computed in float64"
+        return [(self._without_tables(row, why) if row in small else row, top) for row, top in judged]
+
+    def _without_tables(self, row: RowResult, why: str) -> RowResult:
+        """Judge a row again as if its float64 gap were none: what is left is the declared dtype's own."""
+        evidence = Evidence(
+            gap=row.gap,
+            allowed=row.allowed,
+            noise=row.noise,
+            top_gap=0.0,
+            top_noise=0.0,
+            top_scale=row.scale,
+            uncached_error=row.uncached_error,
+            cached_error=row.cached_error,
+        )
+        if evidence.hangs_on_sampling:
+            evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(row.ids))
+        verdict, reason = judge(evidence)
+        if verdict is Verdict.MATCH:
+            verdict = Verdict.ROUNDING
+        return dataclasses.replace(
+            row, verdict=verdict, reason=f"{why}; {reason}", sampled_error=evidence.sampled_error
+        )
 
     def _judged_rows(
         self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage
@@ -463,17 +480,18 @@ def _joined(results: Sequence[ScenarioResult]) -> Verdict:
 
 
 def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
-    results = [result for result in results if not result.advice]
+    causality = next((result for result in results if result.name == CAUSALITY), None)
+    results = [result for result in results if not result.advice and result is not causality]
     compared = [row for result in results for row in result.rows]
     gap = largest(result.largest_gap for result in results)
     text = f"{len(compared)} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
     located = next((result.divergence for result in results if result.divergence), None)
-    if verdict is Verdict.DIVERGED and results[0].name == CAUSALITY and results[0].verdict is verdict:
-        return f"The uncached path is {results[0].reason}."
+    row = next((row for row in compared if row.verdict is Verdict.DIVERGED), None)
+    if causality is not None and causality.verdict is Verdict.DIVERGED:
+        return f"The uncached path is {causality.reason}."
     if verdict is Verdict.DIVERGED and located is not None:
         return f"The cached path diverges: {located.sentence}."
-    if verdict is Verdict.DIVERGED:
-        row = next(row for row in compared if row.verdict is Verdict.DIVERGED)
+    if row is not None:
         return f"The cached path diverges after {row.tokens}: {row.reason}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."

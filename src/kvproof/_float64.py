@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+_NAMES_TYPES = frozenset({torch.dtype, str})  # what a type may be asked for by
 _TOP_K = frozenset({torch.topk, torch.Tensor.topk})
 _LOWER_NAMES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
 
@@ -43,8 +44,11 @@ class TrueFloat64(TorchFunctionMode):
             return args[0].to(torch.float64)
         if func in _TOP_K and "out" not in kwargs:
             return _stable_top_k(*args, **kwargs)
-        raised = tuple(map(_raised, args))
-        return func(*raised, **{name: _raised(value) for name, value in kwargs.items()})
+        if any(type(value) in _NAMES_TYPES for value in args):
+            args = tuple(map(_raised, args))
+        if kwargs:
+            kwargs = {name: _raised(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def _stable_top_k(

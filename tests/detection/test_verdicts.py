@@ -68,7 +68,9 @@ def test_a_bug_that_only_the_declared_dtype_shows_is_found(subject: ReferenceSub
     report = audit(subject, ALL, faults=[in_float32_only(Site(stage))], tolerance=TOLERANCE)
     (result,) = report.faults
     assert result.verdict is Verdict.DIVERGED
-    assert result.divergence is None, "float64 agrees everywhere"
+    assert result.divergence is not None
+    assert "look first at" in result.divergence.sentence, "a pointer: float64 agrees everywhere"
+    assert result.right_stage
     assert report.verdict is Verdict.MATCH
 
 
