@@ -35,5 +35,8 @@ with torch.no_grad():
         model(ids[:, :11], past_key_values=cache, use_cache=True)
         actual = model(ids[:, 11:], past_key_values=cache, position_ids=positions, use_cache=True).logits[:, -1]
         gaps[name] = float((actual - expected).abs().max() / expected.abs().max())
-print("; ".join(f"positions {name}: relative gap {gap:.1e}" for name, gap in gaps.items()) + "; expected below 1e-5")
+print(
+    "; ".join(f"positions {name}: {gap:.1e}" for name, gap in gaps.items())
+    + "; relative gaps, expected below 1e-5"
+)
 raise SystemExit(max(gaps.values()) > 1e-5)

@@ -1,4 +1,4 @@
-"""bloom with a static cache: the position bias is as long as the mask rather than the buffer, and the call raises.
+"""bloom with a static cache: the position bias is as long as the mask, not as the buffer, and the call raises.
 
 generate() gets through: it passes a mask as long as the buffer. Exit 1 if the fault shows.
 """
@@ -29,5 +29,5 @@ with torch.no_grad():
             outcomes[name] = f"{float((actual - expected).abs().max() / expected.abs().max()):.1e}"
         except RuntimeError:
             outcomes[name] = "raises RuntimeError"
-print("; ".join(f"{name}: {outcome}" for name, outcome in outcomes.items()) + "; relative gaps, expected below 1e-5")
+print("; ".join(f"{name}: {outcome}" for name, outcome in outcomes.items()) + "; relative gaps, expected 1e-5")
 raise SystemExit(any(outcome.startswith("raises") for outcome in outcomes.values()))

@@ -1,4 +1,4 @@
-"""Without an attention mask moshi builds no causal one: eager attention sees later tokens, and so does a later block.
+"""Without an attention mask moshi builds no causal one: eager attention and later blocks see later tokens.
 
 Exit 1 if the fault shows.
 """

@@ -20,6 +20,8 @@ def relative_gap(model_type: str) -> float:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES, **TYPES[model_type], pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    if model_type == "deepseek_v4":
+        model.set_experts_implementation("eager")
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=1.8 / weight.shape[-1] ** 0.5)

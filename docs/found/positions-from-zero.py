@@ -22,7 +22,13 @@ def relative_gap(model_type: str) -> float:
             torch.nn.init.normal_(weight, std=1.8 / weight.shape[-1] ** 0.5)
     ids = torch.randint(3, 101, (1, 8))
     with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        settings = {
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
+        out = model.generate(ids, **settings)
         expected = model(out.sequences[:, :-1], use_cache=False).logits[0, 7:]
     actual = torch.cat(out.logits).to(expected)
     return float((actual - expected).abs().max() / expected.abs().max())

@@ -1,6 +1,6 @@
 """reorder_cache() moves keys and values, and leaves behind what a type keeps besides them.
 
-Types: minimax (linear attention's state), deepseek_v4 (compressed entries and their buffers). Exit 1 if the fault shows.
+Types: minimax (linear attention's state), deepseek_v4 (compressed entries). Exit 1 if the fault shows.
 """
 
 import torch
@@ -31,7 +31,8 @@ def relative_gap(model_type: str) -> float:
         expected = model(torch.cat([ids[swapped], token], dim=1), use_cache=False).logits[:, -1]
         cache = model(ids, use_cache=True).past_key_values
         cache.reorder_cache(swapped)
-        actual = model(token, past_key_values=cache, use_cache=True, position_ids=torch.tensor([[18]])).logits[:, -1]
+        positions = torch.tensor([[18]])
+        actual = model(token, past_key_values=cache, use_cache=True, position_ids=positions).logits[:, -1]
     return float((actual - expected).abs().max() / expected.abs().max())
 
 

@@ -18,5 +18,5 @@ with torch.no_grad():
     state = model(ids[:, :7], use_cache=True).state
     actual = model(ids[:, 7:], state=state, use_cache=True).logits
 gap = float((actual[:, -1] - expected).abs().max() / expected.abs().max())
-print(f"rwkv: logits of shape {tuple(actual.shape)}, last column's relative gap {gap:.1e}; expected (2, 1, 101), 1e-5")
+print(f"rwkv: logits of shape {tuple(actual.shape)}, relative gap {gap:.1e}; expected (2, 1, 101), below 1e-4")
 raise SystemExit(actual.shape != (2, 1, 101) or gap > 1e-4)

@@ -1,18 +1,18 @@
 """Audits: every row of every scenario, cached against uncached, judged by the rules of `_compare`."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kvproof._compare import Evidence, gap_between, judge, judge_margin, largest
+from kvproof._compare import gap_between, largest
 from kvproof._errors import SubjectError, UsageError
+from kvproof._judging import RowJudge
 from kvproof._localise import Localisation, localise
 from kvproof._machine import environment
 from kvproof._numerics import CONSTANTS, STRUCTURAL_FLOOR, TABLE_UNITS, declared_tolerance, structural_limit
-from kvproof._programs import Coverage, Row, run_program
+from kvproof._programs import Coverage, run_program
 from kvproof._report import (
     SCHEMA_VERSION,
     FaultResult,
@@ -25,13 +25,10 @@ from kvproof._report import (
     worst,
 )
 from kvproof._suspect import four_ways
-from kvproof._uncached import BothWays, Reference, Rung, Uncached
+from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Subject
-
-#: Rows of a vocabulary up to this size are kept in the report whole.
-KEPT_VOCABULARY = 256
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
@@ -117,6 +114,7 @@ class Auditor:
         self.subject = subject
         self.tolerance = tolerance or declared_tolerance(getattr(torch, subject.info.dtype))
         self.uncached = Uncached(subject, reference, top_rung=top_rung)
+        self.judge = RowJudge(subject, self.tolerance, self.uncached)
         self.all_values = all_values
         self._without_top: dict[str, str] = {}
 
@@ -142,7 +140,7 @@ class Auditor:
 
     def causality(self) -> ScenarioResult:
         """Say whether a row hangs on the tokens after it: literal rows against rows of a longer pass."""
-        rows = tuple(self._judge_both_ways(both) for both in self.uncached.both_ways)
+        rows = tuple(self.judge.both_ways(both) for both in self.uncached.both_ways)
         verdict = worst([row.verdict for row in rows])
         bad = next((row for row in rows if row.verdict is Verdict.DIVERGED), None)
         reason = None
@@ -315,28 +313,7 @@ class Auditor:
                     return judged
         others = f" and {len(names) - 1} other tables" if len(names) > 1 else ""
         why = f"the float64 gap goes away once {names[0]}{others} are computed in float64"
-        return [(self._without_tables(row, why) if row in small else row, top) for row, top in judged]
-
-    def _without_tables(self, row: RowResult, why: str) -> RowResult:
-        """Judge a row again as if its float64 gap were none: what is left is the declared dtype's own."""
-        evidence = Evidence(
-            gap=row.gap,
-            allowed=row.allowed,
-            noise=row.noise,
-            top_gap=0.0,
-            top_noise=0.0,
-            top_scale=row.scale,
-            uncached_error=row.uncached_error,
-            cached_error=row.cached_error,
-        )
-        if evidence.hangs_on_sampling:
-            evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(row.ids))
-        verdict, reason = judge(evidence)
-        if verdict is Verdict.MATCH:
-            verdict = Verdict.ROUNDING
-        return dataclasses.replace(
-            row, verdict=verdict, reason=f"{why}; {reason}", sampled_error=evidence.sampled_error
-        )
+        return [(self.judge.without_tables(row, why) if row in small else row, top) for row, top in judged]
 
     def _judged_rows(
         self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage
@@ -349,84 +326,7 @@ class Auditor:
             self.uncached.know(row.prefix for row in calls[0].rows)
             for rows in zip(*(call.rows for call in calls), strict=True):
                 top = rows[1].logits if len(rows) > 1 else None
-                yield self._judge(rows[0], top), top
-
-    def _judge(self, row: Row, top_actual: Tensor | None) -> RowResult:
-        prefix, actual = row.prefix, row.logits
-        expected = self.uncached.row(prefix)
-        gap = gap_between(expected, actual)
-        evidence = Evidence(
-            gap=gap.size, allowed=self.tolerance.allowed(gap.scale), noise=self.uncached.noise(len(prefix))
-        )
-        if top_actual is not None:
-            truth = self.uncached.row(prefix, top=True)
-            measured = gap_between(truth, top_actual)
-            evidence = dataclasses.replace(
-                evidence,
-                top_gap=measured.size,
-                top_scale=measured.scale,
-                top_noise=self.uncached.top_noise(len(prefix)),
-                uncached_error=self.uncached.error(len(prefix)),
-                cached_error=gap_between(truth, actual).size,
-            )
-            if evidence.hangs_on_sampling:
-                evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(prefix))
-        verdict, reason = judge(evidence)
-        margin, margin_verdict = judge_margin(expected, actual, gap.size)
-        return RowResult(
-            ids=prefix,
-            tokens=self.subject.decode(prefix),
-            gap=gap.size,
-            worst_id=gap.index[0],
-            allowed=evidence.allowed,
-            noise=evidence.noise,
-            scale=gap.scale,
-            top_gap=evidence.top_gap,
-            top_noise=evidence.top_noise,
-            uncached_error=evidence.uncached_error,
-            cached_error=evidence.cached_error,
-            sampled_error=evidence.sampled_error,
-            margin=margin,
-            margin_verdict=margin_verdict,
-            verdict=verdict,
-            reason=reason,
-            expected=tuple(expected.tolist()) if self.subject.info.vocab_size <= KEPT_VOCABULARY else None,
-        )
-
-    def _judge_both_ways(self, both: BothWays) -> RowResult:
-        """Judge a row by its two uncached ways, in which float64 decides."""
-        gap, top_gap, top_scale = both.gap, both.top_gap, both.top_scale
-        allowed = self.tolerance.allowed(both.scale)
-        if top_gap is None or top_scale is None:
-            verdict, reason = Verdict.NOT_CHECKED, "no float64 rung to tell a leak from rounding"
-        elif math.isnan(top_gap) or math.isnan(gap):
-            verdict, reason = Verdict.INCONCLUSIVE, "both ways give NaN at the same place"
-        elif math.isinf(gap) or top_gap > STRUCTURAL_FLOOR.value * top_scale:
-            verdict = Verdict.DIVERGED
-            reason = f"two uncached ways to compute this row differ by {top_gap:.2e} in float64: not causal"
-        elif gap <= allowed:
-            verdict, reason = Verdict.MATCH, f"gap {gap:.2e} within the declared {allowed:.2e}"
-        else:
-            verdict, reason = Verdict.ROUNDING, f"in float64 both ways agree within {top_gap:.2e}"
-        return RowResult(
-            ids=both.prefix,
-            tokens=self.subject.decode(both.prefix),
-            gap=gap,
-            worst_id=both.worst_id,
-            allowed=allowed,
-            noise=gap,
-            scale=both.scale,
-            top_gap=top_gap,
-            top_noise=top_gap,
-            uncached_error=both.error,
-            cached_error=None,
-            sampled_error=None,
-            margin=both.margin,
-            margin_verdict=both.margin_verdict,
-            verdict=verdict,
-            reason=reason,
-            expected=None,
-        )
+                yield self.judge.row(rows[0], top), top
 
     def _four_ways(self, bad: RowResult, actual: Tensor | None) -> FourWays | None:
         if actual is None or bad.verdict is not Verdict.DIVERGED:

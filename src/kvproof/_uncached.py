@@ -61,6 +61,8 @@ class Rung:
             self._blocks.move_to_end(key)
             return self._blocks[key]
         rows = self.subject.rows(ids, keep=range(start, start + num_rows))
+        if num_rows < len(ids):
+            rows = rows.clone()  # a view would hold the memory of the rows that were not asked for
         self._blocks[key] = rows
         while len(self._blocks) > 1 and sum(map(_num_bytes, self._blocks.values())) > KEPT_BYTES:
             self._blocks.popitem(last=False)

@@ -39,6 +39,9 @@ SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-st
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTIONS = ("eager", "sdpa")
 
+#: The options of `audit` that `LoadOptions` takes, besides the seed.
+_LOADING = ("dtype", "attention", "device", "config", "network", "trust_remote_code")
+
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -135,14 +138,11 @@ def audit(
     prompt_file: Path | None,
     scenario: tuple[str, ...],
     skip: tuple[str, ...],
-    require: tuple[str, ...],
     as_list: bool,
     reference: "Reference",
     fail_fast: bool,
-    report_dir: Path | None,
-    as_json: bool,
     quiet: bool,
-    **loading: Any,
+    **others: Any,
 ) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 
@@ -156,6 +156,7 @@ def audit(
         for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
             click.echo(f"{entry.name:37} {entry.exposes}")
         return
+    loading = {name: others[name] for name in _LOADING}
     if target is None and loading["config"] is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
     text = _prompt(prompt, prompt_file)
@@ -181,21 +182,28 @@ def audit(
             keep_partial=True,
             on_scenario=progress.part,
         )
+    sys.exit(_written(report, click.get_current_context()))
+
+
+def _written(report: "Report", context: click.Context) -> int:
+    """Print and write an audit's report as its options say; return the exit status."""
+    options = context.params
+    as_json, quiet, folder = options["as_json"], options["quiet"], options["report_dir"]
     outputs: list[Callable[[], None]] = [lambda: print_report(report, as_json=as_json, quiet=quiet)]
     if not as_json and not quiet:
-        outputs.append(lambda: print_text(_again(click.get_current_context(), report)))
-    if report_dir is not None:
-        outputs.append(lambda: write_json(report, made(report_dir) / "report.json"))
+        outputs.append(lambda: print_text(_again(context, report)))
+    if folder is not None:
+        outputs.append(lambda: write_json(report, made(folder) / "report.json"))
     status = report.exit_status
-    if report.partial and not (fail_fast and status):
+    if report.partial and not (options["fail_fast"] and status):
         complain("interrupted; the report holds what was done so far")
         status = EXIT_INTERRUPTED
     checked = {s.name for s in report.scenarios if s.verdict.value != "not-checked"}
-    for name in require:
+    for name in options["require"]:
         if name not in checked:
             complain(f"scenario {name!r} was required and not checked")
             status = status or EXIT_REQUIRED
-    sys.exit(written(outputs, status))
+    return written(outputs, status)
 
 
 def _again(context: click.Context, report: "Report") -> str:

@@ -40,7 +40,7 @@ PUBLIC = [
 ]
 
 #: Longer than the limit, each with the reason. None so far.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {"subjects/_transformers/_tiny_sizes.py": "data alone, a few lines for each type"}
 LONG_FUNCTIONS: dict[str, str] = {}
 
 

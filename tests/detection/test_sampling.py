@@ -16,9 +16,9 @@ from kvproof.scenarios import chunked, token_by_token
 from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
 
-#: Found among 1,500: of each, float32 moves a row beyond four times what noise and uncached error measured,
-#: on the machine where they were searched for. Other machines round otherwise.
-NEEDS_SAMPLES = (64, 204, 399)
+#: Found among the first 1,010 seeds, one in 200: there float32 moves a row beyond four times what noise and
+#: uncached error measured, on the machine where they were searched for. Other machines round otherwise.
+NEEDS_SAMPLES = (64, 204, 399, 917, 1009)
 
 
 def decoder(seed: int, dtype: torch.dtype = torch.float32) -> tuple[ReferenceSubject, tuple[int, ...]]:
@@ -90,12 +90,8 @@ class LowInTheCache(ReferenceSubject):
 
     def lowered(self, tap: Tap) -> Tap:
         def low(site: Site, value: torch.Tensor) -> torch.Tensor:
-            value = tap(site, value)
-            if site == self.site and value.dtype is torch.float32:
-                # As a product in bfloat16 does: the sum is rounded, and float64 shows nothing of it.
-                value = value.bfloat16().float()
-                value = tap(site, value)
-            return value
+            value = value.bfloat16().float() if site == self.site and value.dtype is torch.float32 else value
+            return tap(site, value)
 
         return low
 
@@ -104,7 +100,9 @@ class LowInTheCache(ReferenceSubject):
 
 
 PRODUCTS = [Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_OUT, Stage.MLP_OUT]
-BUGS = [(seed, stage) for seed in (1, *NEEDS_SAMPLES) for stage in PRODUCTS]
+#: Of width 2, whose norms leave signs alone: bfloat16 in its query moves no row by more than float32 does.
+UNFELT = {(917, Stage.NEW_Q)}
+BUGS = [(seed, stage) for seed in (1, *NEEDS_SAMPLES) for stage in PRODUCTS if (seed, stage) not in UNFELT]
 
 
 @pytest.mark.parametrize(("seed", "stage"), BUGS, ids=lambda value: str(value))

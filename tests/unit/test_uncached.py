@@ -123,6 +123,16 @@ def test_a_block_that_alone_takes_more_than_may_be_kept_is_kept_alone(
     assert len(watched.forwards) == 2
 
 
+def test_rows_that_are_kept_hold_the_memory_of_no_others(watched: Watched, monkeypatch: pytest.MonkeyPatch):
+    """A view counted as one row, and kept every row of its forward alive."""
+    in_blocks(monkeypatch, block_len=10, num_blocks=9)
+    rung = Rung(watched)
+    rung.literal(IDS)
+    rung.one_pass(IDS, 25)
+    for block in rung._blocks.values():
+        assert block.untyped_storage().nbytes() == block.numel() * 4
+
+
 def test_an_audit_in_tiny_blocks_finds_what_one_in_a_single_block_does(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
