@@ -1,4 +1,4 @@
-"""A single step of git adds the cache's length to positions that already count it, and fails where there are none.
+"""A single step of git adds the cache length to positions that already count it, and fails where there are none.
 
 Exit 1 if the fault shows.
 """

@@ -1,6 +1,6 @@
-"""Left padding enters a state that no mask reaches: compressed entries, a convolution.
+"""Left padding enters what no mask reaches: compressed entries, blocks of slots, a convolution.
 
-Types: deepseek_v4, recurrent_gemma. Exit 1 if the fault shows.
+Types: deepseek_v4, minimax_m3_vl_text, recurrent_gemma. Exit 1 if the fault shows.
 """
 
 import torch
@@ -12,6 +12,9 @@ TYPES = {
     | {"mlp_layer_types": ["moe", "moe"], "moe_intermediate_size": 24, "n_routed_experts": 4}
     | {"num_experts_per_tok": 2, "q_lora_rank": 24, "o_lora_rank": 16, "o_groups": 2}
     | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4}},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2}
+    | {"mlp_layer_types": ["sparse"] * 2, "num_key_value_heads": 2, "num_local_experts": 4, "index_n_heads": 2}
+    | {"index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2, "rotary_dim": 8},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "num_hidden_layers": 2, "lru_width": 64},
 }
 
@@ -20,7 +23,7 @@ def relative_gap(model_type: str) -> float:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES, **TYPES[model_type], pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
-    if model_type == "deepseek_v4":
+    if model_type != "recurrent_gemma":
         model.set_experts_implementation("eager")
     for weight in model.parameters():
         if weight.dim() > 1:

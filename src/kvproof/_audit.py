@@ -173,7 +173,11 @@ class Auditor:
                 break
             rows += (row for row, _ in judged)
             not_reached = not_reached or coverage.missing(program)
-            bad, actual = next((pair for pair in judged if not pair[0].verdict.passes), (None, None))
+            wrong = sorted(
+                (pair for pair in judged if not pair[0].verdict.passes),
+                key=lambda pair: pair[0].verdict is not Verdict.DIVERGED,
+            )
+            bad, actual = wrong[0] if wrong else (None, None)
             if bad is not None and ways is None and fault is None:
                 ways = self._four_ways(bad, actual)
             if divergence is None:
@@ -194,7 +198,11 @@ class Auditor:
 
     def check_fault(self, fault: Fault, programs: Sequence[Scenario], clean_gap: float) -> FaultResult:
         """Plant a fault and say whether the same comparison rejects it, and names the right stage."""
-        result = self.check(programs, fault)
+        able = set(self.subject.info.abilities)
+        run = [p for p in programs if p.skipped is None and not p.advice and p.needs <= able]
+        if not run:
+            raise UsageError(f"no scenario runs on {self.subject.info.name} in which {fault.name} could show")
+        result = self.check(run, fault)
         beyond = [row for row in result.rows if not row.gap <= row.allowed]
         divergence = result.divergence
         return FaultResult(
@@ -288,7 +296,8 @@ class Auditor:
             if self.uncached.top is None:
                 raise
             judged = list(self._judged_rows(program, fault, [self.uncached.declared], coverage))
-            self._without_top[program.name] = str(error).splitlines()[0]
+            if fault is None:
+                self._without_top[program.name] = str(error).splitlines()[0]
             return judged
 
     def _excused(

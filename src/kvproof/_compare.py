@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvproof._ledger import MarginVerdict
-from kvproof._numerics import ROUNDING_FACTOR, STRUCTURAL_FLOOR, structural_limit
+from kvproof._numerics import NOISE_LIMIT, ROUNDING_FACTOR, STRUCTURAL_FLOOR, structural_limit
 from kvproof._report import Verdict
 
 
@@ -147,6 +147,11 @@ def _judge_by_noise(row: Evidence) -> tuple[Verdict, str]:
     """Judge a row that has no top rung: noise alone can excuse a gap, and never convicts one."""
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
+    if row.noise > NOISE_LIMIT.value * row.allowed:
+        return Verdict.INCONCLUSIVE, (
+            f"two uncached ways to compute a row differ by {row.noise:.2e}, too much to take for noise, "
+            "and there is no float64 to decide"
+        )
     explained = ROUNDING_FACTOR.value * row.noise
     if row.gap <= explained:
         return (
