@@ -22,7 +22,7 @@ TYPES = {
 def relative_gap(model_type: str) -> float:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES, **TYPES[model_type], pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     if model_type != "recurrent_gemma":
         model.set_experts_implementation("eager")
     for weight in model.parameters():
