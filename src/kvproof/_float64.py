@@ -56,7 +56,8 @@ def _stable_top_k(
 ) -> tuple[Tensor, Tensor]:
     """Return the top k, the lowest index first among equal ones."""
     values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+    kept = (values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous())
+    return torch.return_types.topk(kept)
 
 
 def _raised(value: Any) -> Any:

@@ -81,3 +81,4 @@ def test_a_top_k_without_ties_is_the_same_as_outside():
         inside = scores.topk(7)
     assert torch.equal(outside.values, inside.values)
     assert torch.equal(outside.indices, inside.indices)
+    assert inside.indices.view(-1).shape == (21,), "a view of it works as outside"
