@@ -315,14 +315,23 @@ class Auditor:
         if exact is None:
             return judged
         rung, names = exact
+        try:
+            if not self._agrees(rung, program, fault):
+                return judged
+        except SubjectError:  # what was found stands
+            return judged
+        others = f" and {len(names) - 1} other tables" if len(names) > 1 else ""
+        why = f"the float64 gap goes away once {names[0]}{others} are computed in float64"
+        return [(self.judge.without_tables(row, why) if row in small else row, top) for row, top in judged]
+
+    def _agrees(self, rung: Rung, program: Scenario, fault: Fault | None) -> bool:
+        """Run a program at one float64 rung and say whether every row is the uncached one."""
         for call in run_program(rung.subject, program, fault.plant() if fault else no_fault):
             for row in call.rows:
                 gap = gap_between(self.uncached.row_of(rung, row.prefix), row.logits)
                 if not gap.size <= structural_limit(0.0, gap.scale):
-                    return judged
-        others = f" and {len(names) - 1} other tables" if len(names) > 1 else ""
-        why = f"the float64 gap goes away once {names[0]}{others} are computed in float64"
-        return [(self.judge.without_tables(row, why) if row in small else row, top) for row, top in judged]
+                    return False
+        return True
 
     def _judged_rows(
         self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage

@@ -9,7 +9,7 @@ from kvproof._compare import Evidence, gap_between, judge, judge_margin
 from kvproof._numerics import STRUCTURAL_FLOOR
 from kvproof._programs import Row
 from kvproof._report import RowResult, Tolerance, Verdict
-from kvproof._uncached import BothWays, Uncached
+from kvproof._uncached import BothWays, Prefix, Uncached
 from kvproof.subjects import Subject
 
 #: Rows of a vocabulary up to this size are kept in the report whole.
@@ -43,8 +43,7 @@ class RowJudge:
                 uncached_error=self.uncached.error(len(prefix)),
                 cached_error=gap_between(truth, actual).size,
             )
-            if evidence.hangs_on_sampling:
-                evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(prefix))
+        evidence = self._sampled(evidence, prefix)
         verdict, reason = judge(evidence)
         margin, margin_verdict = judge_margin(expected, actual, gap.size)
         return RowResult(
@@ -114,11 +113,16 @@ class RowJudge:
             uncached_error=row.uncached_error,
             cached_error=row.cached_error,
         )
-        if evidence.hangs_on_sampling:
-            evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(row.ids))
+        evidence = self._sampled(evidence, row.ids)
         verdict, reason = judge(evidence)
         if verdict is Verdict.MATCH:
             verdict = Verdict.ROUNDING
         return dataclasses.replace(
             row, verdict=verdict, reason=f"{why}; {reason}", sampled_error=evidence.sampled_error
         )
+
+    def _sampled(self, evidence: Evidence, prefix: Prefix) -> Evidence:
+        """Add what random rounding moves the row by, where the verdict hangs on it."""
+        if not evidence.hangs_on_sampling:
+            return evidence
+        return dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(prefix))

@@ -51,3 +51,29 @@ def test_exact_tables_are_put_in_place_and_nothing_else_is():
 def test_a_model_whose_tables_are_exact_has_none_to_offer():
     subject = random_model("gpt2", seed=0, dtype=torch.float64, attention="eager")
     assert subject.with_exact_tables(torch.float32) is None
+
+
+def test_a_model_that_cannot_be_built_again_excuses_nothing_and_is_tried_once(monkeypatch: pytest.MonkeyPatch):
+    tries = []
+
+    def failing(self: TransformersSubject, rounded_to: torch.dtype) -> None:
+        tries.append(rounded_to)
+        raise RuntimeError("no memory for a second model")
+
+    monkeypatch.setattr(TransformersSubject, "with_exact_tables", failing)
+    _, steps, beams = audited(torch.float32).scenarios
+    assert steps.verdict is Verdict.DIVERGED
+    assert beams.verdict is Verdict.DIVERGED
+    assert tries == [torch.float32]
+
+
+def test_exact_tables_that_raise_when_they_run_leave_the_finding_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    def raising(
+        self: TransformersSubject, rounded_to: torch.dtype
+    ) -> tuple[TransformersSubject, tuple[str, ...]]:
+        exact = random_model("minimax", seed=0, dtype=torch.float64, attention="eager")
+        monkeypatch.setattr(exact.model, "forward", None)
+        return exact, ("a table",)
+
+    monkeypatch.setattr(TransformersSubject, "with_exact_tables", raising)
+    assert audited(torch.float32).scenarios[1].verdict is Verdict.DIVERGED

@@ -2,14 +2,12 @@
 
 They answer questions about code, not about weights: whether an architecture's cached path computes what its
 uncached path computes shows in any weights, if every branch has a say in the logits (see `randomise`).
-transformers is imported on first use.
 """
 
 import copy
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from inspect import signature
 from itertools import cycle, islice
 from types import MappingProxyType
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvproof._errors import UsageError
+from kvproof.subjects._transformers._quiet import quiet
 from kvproof.subjects._transformers._tiny_sizes import (
     CONTEXT_LEN,
     EXCEPTIONS,
@@ -80,7 +79,7 @@ def tiny_config(
     overrides that the type does not know or refuses.
     """
     config_class = _model_class(model_type).config_class
-    with _quiet():
+    with quiet():
         default = config_class()
         text = _language_part(default)
         _refuse_unknown(overrides, text, default)
@@ -103,7 +102,7 @@ def tiny_model(
     """
     config = tiny_config(model_type, overrides)
     model_class = _model_class(model_type)
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
             model = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
@@ -285,16 +284,3 @@ def _short_rope(values: Mapping[str, Any]) -> dict[str, object]:
         if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
             changed[name] = {**rope, **{key: value for key, value in short.items() if key in rope}}
     return changed
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from logging what a default configuration lacks, which is not the caller's doing."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
