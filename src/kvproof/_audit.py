@@ -123,9 +123,9 @@ class Auditor:
     ) -> Iterator[ScenarioResult]:
         """Check causality, where rows are taken from one pass, and then each name's programs."""
         on_scenario(CAUSALITY)
-        problem = self._prepare(programs)
+        self._prepare(programs)  # what raises here raises again where its own scenario is checked
         causal = True
-        if self.uncached.reference == "one-pass" and problem is None:
+        if self.uncached.reference == "one-pass":
             causality = self.causality()
             causal = causality.verdict is not Verdict.DIVERGED
             yield causality
@@ -227,19 +227,29 @@ class Auditor:
             yield f"{name} ran without the float64 rung, which raised: {reason}"
 
     def _prepare(self, programs: Iterable[Scenario]) -> str | None:
-        """Measure the uncached path on all sequences; return what the decoder raised, if it did.
+        """Measure the uncached path on all sequences; return what the decoder raised first, if it did.
 
-        A float64 rung that cannot run at all, for want of memory or of a kernel, is given up.
+        A sequence that cannot be run at all leaves the others as they are. A float64 rung that cannot run what
+        the declared dtype can, for want of memory or of a kernel, is given up.
         """
-        sequences = [sequence for program in programs for sequence in longest_sequences(program)]
+        sequences = {sequence for program in programs for sequence in longest_sequences(program)}
+        problem = None
+        for sequence in sorted(sequences, key=lambda sequence: (-len(sequence), sequence)):
+            try:
+                self._know(sequence)
+            except SubjectError as error:
+                problem = problem or str(error)
+        return problem
+
+    def _know(self, sequence: tuple[int, ...]) -> None:
         try:
-            self.uncached.know(sequences)
+            self.uncached.know([sequence])
         except SubjectError as error:
             if self.uncached.top is None:
-                return str(error)
+                raise
+            self.uncached.declared.literal(sequence)  # raises where float64 is not the cause
             self.uncached.drop_top(error)
-            return self._prepare(programs)
-        return None
+            self.uncached.know([sequence])
 
     def _missing(self, programs: Sequence[Scenario]) -> str | None:
         """Return which abilities the subject lacks for these programs, and why where it says so."""

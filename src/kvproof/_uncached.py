@@ -31,7 +31,7 @@ Reference = Literal["literal", "one-pass"]
 Prefix = tuple[int, ...]
 
 #: Up to this length the first sequence's rows are computed both ways at every prefix.
-CAUSALITY_LEN = 16
+CAUSALITY_LEN = 12
 #: Rows are computed in blocks of at most this many bytes …
 BLOCK_BYTES = 2**26
 #: … of which no more than this is kept, for each rung.
@@ -216,13 +216,17 @@ class Uncached:
         for known in (self._noise, self._top_noise, self._errors):
             known += [known[-1]] * num_more
         spots = self._spots(len(sequence))
-        for length in range(1, len(sequence) + 1):
-            if length in spots:
-                self._measure_both_ways(sequence, length)
-            elif self.top is not None:
-                one, truth = (rung.one_pass(sequence, length) for rung in self.rungs)
-                self._errors[length] = largest((self._errors[length], gap_between(truth, one).size))
-        self._noise, self._top_noise, self._errors = map(_running, (self._noise, self._top_noise, self._errors))
+        try:
+            for length in range(1, len(sequence) + 1):
+                if length in spots:
+                    self._measure_both_ways(sequence, length)
+                elif self.top is not None:
+                    one, truth = (rung.one_pass(sequence, length) for rung in self.rungs)
+                    self._errors[length] = largest((self._errors[length], gap_between(truth, one).size))
+        finally:
+            self._noise, self._top_noise, self._errors = map(
+                _running, (self._noise, self._top_noise, self._errors)
+            )
 
     def _spots(self, length: int) -> set[int]:
         """Return the lengths at which both ways are computed; at the whole length they are one and the same."""

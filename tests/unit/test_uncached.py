@@ -322,3 +322,31 @@ def test_a_declared_forward_that_raises_makes_every_scenario_inconclusive_and_sa
     assert report.exit_status == 3
     (result,) = report.scenarios
     assert "no kernel for 5 tokens" in result.reason
+
+
+def test_a_sequence_that_cannot_be_run_leaves_the_others_their_float64_and_causality(watched: Watched):
+    """One scenario past what a decoder can run made the audit of all others do without both."""
+    watched.broken = {(torch.float32, len(IDS)), (torch.float64, len(IDS))}
+    report = audit(watched, [token_by_token(IDS), chunked(OTHER, 5)], all_values=False)
+    causality, long, short = report.scenarios
+    assert report.notes == ()
+    assert causality.verdict.passes
+    assert len(causality.rows) > 5
+    assert long.verdict is Verdict.INCONCLUSIVE
+    assert long.reason is not None
+    assert "no kernel for 30 tokens" in long.reason
+    assert short.verdict.passes
+    assert all(row.top_gap is not None for row in short.rows)
+
+
+def test_a_leak_is_found_beside_a_sequence_that_cannot_be_run():
+    class Looks(Watched):
+        def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> torch.Tensor:
+            rows = super()._kept_rows(ids, tap, keep)
+            return rows + sum(ids)
+
+    subject = Looks(random_subject(CONFIG, seed=3).checkpoint)
+    subject.broken = {(torch.float32, len(IDS)), (torch.float64, len(IDS))}
+    report = audit(subject, [token_by_token(IDS), chunked(OTHER, 5)], all_values=False)
+    assert report.scenarios[0].verdict is Verdict.DIVERGED
+    assert "not causal" in report.summary
