@@ -82,7 +82,7 @@ def test_float64_is_true_although_the_model_casts_inside():
     [
         ("mamba", "chunked prefill", "layers.0.mixer"),  # a block on a warm cache restarts the scan
         ("zamba2", "token-by-token", "mamba.norm"),  # dt is clamped in the scan, not in the step
-        ("roberta", "token-by-token", "position_embeddings"),  # positions count from the padding index + 1
+        ("roberta", "generate greedy", "position_embeddings"),  # generate() counts from 0, the model does not
     ],
 )
 def test_a_known_fault_is_found_where_it_is(model_type: str, scenario: str, where: str):

@@ -16,7 +16,7 @@ from kvproof._report import Divergence
 from kvproof._stages import LIKELY_CONTRACT, WRONG_DTYPE, WRONG_SLOT, Site, Stage
 from kvproof._trace import Recorder
 from kvproof.faults import Fault
-from kvproof.scenarios import Ability, Extend, Scenario, chunked, token_by_token
+from kvproof.scenarios import Ability, CacheKind, Extend, Scenario, chunked, on_cache, token_by_token
 from kvproof.subjects._transformers import TransformersSubject, random_model
 
 TYPES = ("llama", "gpt2", "gemma3_text", "mixtral")  # gemma's odd layers see a window of 8
@@ -312,6 +312,12 @@ def test_a_type_without_the_librarys_attention_shows_its_modules(model_type: str
     subject.rows(ids, tap=recorder)
     assert {site.stage for site in recorder.values} == {Stage.MODULE}
     assert localise(subject, token_by_token(ids)).divergence is None
+
+
+def test_a_tied_attention_on_a_static_cache_shows_its_new_keys_where_they_stand():
+    subject = subject_of("zamba")
+    program = on_cache(token_by_token(ids_for(subject, 6)), CacheKind.STATIC)
+    assert localise(subject, program, one_pass=True).divergence is None
 
 
 def test_an_attention_that_layers_share_is_told_apart_by_layer():

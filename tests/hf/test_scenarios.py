@@ -122,6 +122,27 @@ def test_a_type_that_is_wrong_elsewhere_is_right_here(name: str):
     assert max(largest_gap(subject, scenario) for scenario in scenarios_of(subject, name)) < 1e-12
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "xmod"])
+@pytest.mark.parametrize("name", ["token-by-token", "chunked prefill", "left-padded batch", "context end"])
+def test_positions_that_start_after_the_padding_index_are_given_as_the_model_counts_them(
+    model_type: str, name: str
+):
+    subject = subject_of(model_type)
+    padding = subject.padding_position
+    assert padding is not None
+    assert subject.info.context_len == subject.config.max_position_embeddings - padding - 1
+    with_padding = (*SEQUENCE[:5], padding, *SEQUENCE[6:])  # its token takes that position, and counts for none
+    for scenario in named(catalogue(with_padding, OTHER, subject.boundaries), only=[name]):
+        assert largest_gap(subject, scenario) < 1e-12
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("xlnet", "query stream"), ("musicgen", "not the library's")])
+def test_a_generate_that_is_no_plain_forward_is_not_checked_and_says_why(model_type: str, reason: str):
+    subject = subject_of(model_type)
+    assert Ability.GENERATE not in subject.info.abilities
+    assert reason in subject.lacks[Ability.GENERATE]
+
+
 def test_poisoned_slots_that_are_read_are_seen():
     """A mask of the buffer's own would hide them; one that lets everything through shows them."""
     subject = subject_of("llama")

@@ -171,6 +171,18 @@ def test_a_job_that_ignores_signals_is_cut_off_with_what_it_started(tmp_path: Pa
         assert waits_for(lambda pid=pid: not is_running(pid))
 
 
+def test_a_job_that_is_interrupted_interrupts_the_run_and_has_no_outcome():
+    def work(job: Job) -> str:
+        if job.target == "b":
+            os.kill(os.getpid(), signal.SIGINT)
+        return "ok"
+
+    outcomes = ProcessRunner(num_jobs=1, limit_s=60).run(JOBS, work)
+    assert next(outcomes).job.target == "a"
+    with pytest.raises(KeyboardInterrupt):
+        next(outcomes)
+
+
 @pytest.mark.parametrize(
     ("death", "reason"),
     [

@@ -57,8 +57,8 @@ class ProcessRunner(Runner):
                     for child in self._ended(selector, running):
                         selector.unregister(child.pipe)
                         with _interrupts_held():
-                            outcome = self._outcome(child)
                             running.remove(child)
+                            outcome = self._outcome(child)
                         yield outcome
         finally:
             with _interrupts_held():
@@ -74,7 +74,7 @@ class ProcessRunner(Runner):
         return ended + [child for child in running if child not in ended and child.start <= late]
 
     def _outcome(self, child: "_Child") -> Outcome:
-        """Reap a child and say how it ended."""
+        """Reap a child and say how it ended; one that was interrupted interrupts the parent."""
         wall_s = monotonic() - child.start
         status, peak = _kill(child)  # one that has ended does not feel this
         message = _Message(ending=Ending.CRASHED, text=None, reason=_cause(status, child.printed))
@@ -84,6 +84,8 @@ class ProcessRunner(Runner):
         with suppress(CodecError, UnicodeDecodeError):  # what a child that died half-way has sent
             message = from_plain(_Message, strict_loads(child.received.decode()))
         child.printed.close()
+        if message.text is None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGINT:
+            raise KeyboardInterrupt  # it is no end that another run would come to
         return Outcome(
             job=child.job,
             ending=message.ending,

@@ -111,7 +111,7 @@ class _Watch:
     def _attend(self, original: Attention, module: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
         query, key, value, *rest = tensors
         own = getattr(module, "layer_idx", None)
-        kept = self._cache_layer(own)
+        kept = self._cache_layer(own, key)
         layer, label = self._place(module, own)
         num_slots = key.shape[2]
         if self.cache is None or type(kept) is DynamicLayer:  # others keep a window, or a buffer, by design
@@ -149,9 +149,12 @@ class _Watch:
             return value
         return torch.cat([value[:, :, :start], changed, value[:, :, end:]], dim=2)
 
-    def _cache_layer(self, index: Any) -> Any:
+    def _cache_layer(self, index: Any, key: Tensor) -> Any:
+        """Return the layer of the cache that the keys come from; tied modules have no number of their own."""
         layers = getattr(self.cache, "layers", ())
-        return layers[index] if isinstance(index, int) and 0 <= index < len(layers) else None
+        if isinstance(index, int) and 0 <= index < len(layers):
+            return layers[index]
+        return next((layer for layer in layers if getattr(layer, "keys", None) is key), None)
 
 
 def _num_written(layer: Any) -> int | None:

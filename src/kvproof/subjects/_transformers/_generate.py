@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch._dynamo
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from kvproof._trace import Tap
 from kvproof.scenarios import Claim, Generate, Method
@@ -43,11 +43,23 @@ _OPTIONS: Final[dict[Method, dict[str, Any]]] = {
 #: Names of the cache argument under which the library looks for one that a chunked prompt can fill.
 CHUNKED_ARGUMENTS: Final = ("cache", "past_key_values")
 
+#: Types whose ``generate()`` takes its rows from another function than the plain forward, and why.
+_OTHER_FUNCTION: Final = {"xlnet": "its generate() appends a dummy token and takes the row of its query stream"}
+
 #: Attributes that ``generate()`` reads on a model, or leaves there for its next run.
 _NOTED: Final = ("generation_config", "_previous_max_cache_length")
 
 #: Runs one forward of the model, given how and with what: ``run(call, tap, arguments)``.
 RunForward = Callable[[Callable[..., Any], Tap, dict[str, Any]], Any]
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Return why nothing of the library's ``generate()`` can be held against the plain forward, or None."""
+    if not model.can_generate():
+        return "the library does not generate from it"
+    if type(model).generate is not GenerationMixin.generate:
+        return "its generate() is not the library's, and takes other arguments"
+    return _OTHER_FUNCTION.get(str(model.config.model_type))
 
 
 def generate(

@@ -23,7 +23,7 @@ from kvproof._report import SubjectInfo
 from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
 from kvproof.subjects._base import Generated, Opening, Session, Subject
-from kvproof.subjects._transformers import _caches, _generate, _states
+from kvproof.subjects._transformers import _caches, _generate, _positions, _states
 from kvproof.subjects._transformers._attention import attention_tapped
 from kvproof.subjects._transformers._tables import exact_tables
 from kvproof.subjects._transformers._taps import tapped
@@ -64,12 +64,14 @@ class TransformersSubject(Subject):
         # What goes back in as it came out counts its own positions and covers no padding.
         hands_cache = self.cache_argument in _states.CACHE_ARGUMENTS
         self.takes_positions = hands_cache and "position_ids" in parameters
+        self.padding_position = _positions.padding_position(model)
         self.takes_mask = hands_cache and "attention_mask" in parameters
         self.takes_cache_positions = "cache_position" in parameters
         self.cache_switch = "use_mems" if "use_mems" in parameters else "use_cache"
         self.config = model.config.get_text_config(decoder=True)
         kinds = (CacheKind.STATIC, CacheKind.OFFLOADED, CacheKind.QUANTISED)
         self._no_cache = {kind: self._why_not(kind) for kind in kinds}
+        self._no_generate = _generate.why_not(model)
         self._info = SubjectInfo(
             name=name,
             digest=weights_digest(model),
@@ -77,7 +79,7 @@ class TransformersSubject(Subject):
             dtype=str(model.dtype).removeprefix("torch."),
             num_layers=int(self.config.num_hidden_layers),
             vocab_size=_vocab_size(model, self.config),
-            context_len=_context_len(self.config),
+            context_len=_positions.context_len(model, self.config),
             abilities=tuple(self._abilities()),
         )
 
@@ -98,8 +100,9 @@ class TransformersSubject(Subject):
 
     @property
     def lacks(self) -> Mapping[Ability, str]:
-        """Why the library keeps no cache of some kinds for the model."""
-        return _caches.lacks(self._no_cache)
+        """Why the library keeps no cache of some kinds for the model, or does not generate from it."""
+        reasons = _caches.lacks(self._no_cache)
+        return reasons if self._no_generate is None else {**reasons, Ability.GENERATE: self._no_generate}
 
     def token(self, token_id: int) -> str:
         """Return the token's text in quotes, for its spaces count; without a tokenizer, the id itself."""
@@ -159,7 +162,7 @@ class TransformersSubject(Subject):
                 yield kind.ability
         if self._no_cache[CacheKind.STATIC] is None and _caches.has_spare_slots(self.config):
             yield Ability.POISON
-        if self.model.can_generate():
+        if self._no_generate is None:
             yield Ability.GENERATE
             if self.cache_argument in _generate.CHUNKED_ARGUMENTS and self._keeps_library_cache():
                 yield Ability.GENERATE_CHUNKED
@@ -253,22 +256,23 @@ class TransformersSession(Session):
             self._remove(0)
         subject, start, num_new = self.transformers, self.num_columns, max(map(len, ids))
         device = subject.model.device
-        tensor = torch.tensor([[0] * (num_new - len(row)) + list(row) for row in ids], device=device)
-        lengths = [len(before) + len(new) for before, new in zip(old, ids, strict=True)]
+        rows = [[*before, *new] for before, new in zip(old, ids, strict=True)]
         total = start + num_new
-        mask = torch.tensor([[0] * (total - n) + [1] * n for n in lengths], device=device)
+        tokens = torch.tensor([[0] * (total - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (total - len(row)) + [1] * len(row) for row in rows], device=device)
         arguments: dict[str, Any] = {
-            "input_ids": tensor,
+            "input_ids": tokens[:, -num_new:],
             subject.cache_switch: True,
             subject.cache_argument: self.cache,
         }
         if subject.takes_mask and (subject.takes_positions or start == 0):
             arguments["attention_mask"] = mask
         if subject.takes_positions and not self.opening.omit_positions:
-            arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -num_new:]
+            positions = _positions.positions(mask, tokens, subject.padding_position)
+            arguments["position_ids"] = positions[:, -num_new:]
         if subject.takes_cache_positions:
-            positions = _states.cache_positions(subject.cache_argument, subject.config, start, num_new)
-            arguments["cache_position"] = positions.to(device)
+            columns = _states.cache_positions(subject.cache_argument, subject.config, start, num_new)
+            arguments["cache_position"] = columns.to(device)
         before = _states.fingerprint(self.cache)
         _states.put_module_state(subject.stateful_modules, self.module_state)
         output = subject.forward(tap, **arguments)
@@ -350,12 +354,3 @@ def _vocab_size(model: PreTrainedModel, config: Any) -> int:
     """Return how many logits a row holds; some types keep one output matrix for each codebook, or hide it."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
     return int(config.vocab_size if weight is None else weight.shape[0])
-
-
-def _context_len(config: Any) -> int:
-    """Return how many positions the model declares; models without positions take any number."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "context_length"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 2**20
