@@ -34,8 +34,8 @@ from kvproof._stages import (
 )
 from kvproof._trace import Recorder, token_axis
 from kvproof._values import LiteralRuns, OnePassRuns, Prefix, Trace, UncachedRun, UncachedRuns
-from kvproof.faults import Fault, MakeTap, no_fault
-from kvproof.scenarios import Ability, Scenario
+from kvproof.faults import Fault, MakeTap, as_planting, no_fault
+from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Subject
 
 #: In which dtype values are compared: float64, or the subject's own.
@@ -84,17 +84,18 @@ def localise(
     if top is None:
         top = subject.cast(TOP_RUNG) if rung == "declared" or Ability.CAST in subject.info.abilities else subject
     runs, truth = (
-        OnePassRuns(each, scenario, until) if one_pass else LiteralRuns(each) for each in (subject, top)
+        OnePassRuns(each, longest_sequences(scenario), until) if one_pass else LiteralRuns(each)
+        for each in (subject, top)
     )
-    judge = _AgainstTheTruth(runs, truth) if rung == "declared" else _AgainstTheRun(truth)
+    judge = _AgainstTheTruth(runs, truth) if rung == "declared" else AgainstTheRun(truth)
     make_fault = fault.plant() if fault else no_fault
     num_values = 0
     first: _Mismatch | None = None
     logits_differ = until is not None
-    for rows, trace in _traced_calls(judge.runs.subject, scenario, make_fault):
-        call = _Call(judge.runs, rows, trace)
-        compared, found = _compared(judge, call, search=first is None)
-        num_values += compared
+    for rows, trace in traced_calls(judge.runs.subject, scenario, make_fault):
+        call = TracedCall(judge.runs, rows, trace)
+        num_compared, found = compared(judge, call, search=first is None)
+        num_values += num_compared
         first = first or found
         if first and until is not None:
             break
@@ -105,11 +106,11 @@ def localise(
     return Localisation(divergence=divergence, num_values=num_values)
 
 
-def _traced_calls(
+def traced_calls(
     subject: Subject, scenario: Scenario, make_fault: MakeTap
 ) -> Iterator[tuple[tuple[Row, ...], Trace]]:
     """Run the program on the cached path and yield each call's rows and every value it computed."""
-    for call in run_program(subject, scenario, lambda: Recorder(make_fault())):
+    for call in run_program(subject, scenario, as_planting(make_fault).under(Recorder)):
         assert isinstance(call.tap, Recorder)
         yield call.rows, call.tap.take()
 
@@ -140,7 +141,7 @@ class _Comparison:
     first_position: int = 0
 
 
-class _Call:
+class TracedCall:
     """One call on the cached path: the tokens that it consumed, also those whose logits it did not give.
 
     The lengths after it, of each batch row and of the longest, say which slot stands for which position.
@@ -170,7 +171,7 @@ class _Call:
         """Return the expected and the actual value of a token at a site, where there are both."""
         if site.stage is Stage.CACHE_LEN:
             return self._cache_len(run, site, token) if token.is_last else None
-        if site not in self.trace or site not in run.values:
+        if site not in self.trace or site not in run.values or site.stage is Stage.MASK:
             return None
         expected, actual = run.values[site][0], self.trace[site][token.batch_row]
         if site.stage in OVER_SLOTS:
@@ -252,13 +253,13 @@ class _Mismatch:
     limit: float
 
 
-class _AgainstTheRun:
+class AgainstTheRun:
     """Holds each value against the uncached one, within the noise between uncached runs."""
 
     def __init__(self, runs: UncachedRuns) -> None:
         self.runs = runs
 
-    def mismatch(self, call: _Call, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
+    def mismatch(self, call: TracedCall, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
         """Return what is wrong with a value, or None."""
         limit = 0.0 if comparison.site.stage is Stage.CACHE_LEN else run.limit(comparison.site)
         return _beyond(comparison, limit)
@@ -279,7 +280,7 @@ class _AgainstTheTruth:
         self.truth = truth
         self._errors: dict[Site, float] = {}
 
-    def mismatch(self, call: _Call, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
+    def mismatch(self, call: TracedCall, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
         """Return a value whose error outgrows the uncached path's, or None."""
         site, token = comparison.site, comparison.token
         exact = self.truth.over(token.prefix)
@@ -301,10 +302,10 @@ class _AgainstTheTruth:
         )
 
 
-_Judge = _AgainstTheRun | _AgainstTheTruth
+_Judge = AgainstTheRun | _AgainstTheTruth
 
 
-def _compared(judge: _Judge, call: _Call, *, search: bool) -> tuple[int, _Mismatch | None]:
+def compared(judge: _Judge, call: TracedCall, *, search: bool) -> tuple[int, _Mismatch | None]:
     """Compare one call; return how many values that took, and the first mismatch: by stage, then by position."""
     num_values, first, place = 0, None, len(call.sites)
     for token in call.tokens:
@@ -345,7 +346,7 @@ def _describe(judge: _Judge, scenario: Scenario, found: _Mismatch, logits_differ
     over_slots = site.stage in OVER_SLOTS | {Stage.ATTN_WEIGHTS}
     slot = comparison.first_slot + gap.index[1] if over_slots else None
     expected, actual = (float(v[gap.index]) for v in (comparison.expected, comparison.actual))
-    if isinstance(judge, _AgainstTheRun):
+    if isinstance(judge, AgainstTheRun):
         origin, contract = _origin(judge.runs, found)
     else:
         origin, contract = None, WRONG_DTYPE

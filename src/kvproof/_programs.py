@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvproof._errors import ContextError, SubjectError
 from kvproof._trace import Tap
-from kvproof.faults import MakeTap, no_fault
+from kvproof.faults import MakeTap, as_planting, no_fault
 from kvproof.scenarios import (
     Claim,
     Crop,
@@ -66,7 +66,8 @@ def run_program(
 ) -> Iterator[Call]:
     """Run a scenario's operations in order and yield each `Extend`, and each forward of a `Generate`, as a call.
 
-    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. What the
+    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. A `Planting`
+    carries out the other operations too, and may act between calls. What the
     session refuses or the decoder raises comes through. ``coverage`` is filled on the way.
     """
     coverage = Coverage() if coverage is None else coverage
@@ -100,7 +101,7 @@ class _Run:
     def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, counts: Counter[Claim]) -> None:
         self.subject = subject
         self.scenario = scenario
-        self.make_tap = make_tap
+        self.planting = as_planting(make_tap)
         self.counts = counts
         self.sessions: list[tuple[Session, Tap]] = []
 
@@ -112,14 +113,16 @@ class _Run:
             match operation:
                 case Extend(session=index):
                     session, tap = self.sessions[index]
-                    yield _extend(session, operation, tap)
+                    call = _extend(session, operation, tap)
+                    self.planting.after_call(session)
+                    yield call
                 case Generate():
                     yield from self._generate(operation)
                 case _:
                     self._apply(operation)
 
     def _open(self, batch: int) -> None:
-        tap = self.make_tap()
+        tap = self.planting()
         session = self.subject.session(
             batch=batch,
             tap=tap,
@@ -135,14 +138,14 @@ class _Run:
             case Open(batch=batch):
                 self._open(batch)
             case Fork(session=index):
-                tap = self.make_tap()
-                self.sessions.append((self.sessions[index][0].fork(tap=tap), tap))
+                tap = self.planting()
+                self.sessions.append((self.planting.fork(self.sessions[index][0], tap), tap))
             case Crop(session=index, length=length):
-                self.sessions[index][0].crop(length)
+                self.planting.crop(self.sessions[index][0], length)
             case Reorder(session=index, rows=rows):
-                self.sessions[index][0].reorder(rows)
+                self.planting.reorder(self.sessions[index][0], rows)
             case Reset(session=index):
-                self.sessions[index][0].reset()
+                self.planting.reset(self.sessions[index][0])
             case Poison(session=index):
                 self.counts[Claim.POISONED] += self.sessions[index][0].poison()
             case Refused(session=index, ids=ids):
@@ -160,7 +163,7 @@ class _Run:
             raise SubjectError(f"{len(session)} tokens were taken, and the context ends before")
 
     def _generate(self, operation: Generate) -> Iterator[Call]:
-        generated = self.subject.generate(operation, self.make_tap)
+        generated = self.subject.generate(operation, self.planting)
         self.counts.update(generated.counts)
         for call in generated.calls:
             rows = tuple(
