@@ -20,7 +20,8 @@ from kvproof._stages import Site, Stage
 from kvproof._uncached import Prefix, Rung, Uncached
 from kvproof._values import LiteralRuns, OnePassRuns, UncachedRuns
 from kvproof.faults import CatalogueFault, Ground, Place, Planting, catalogue, smallest, survey
-from kvproof.scenarios import Ability, Scenario, longest_sequences
+from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
+from kvproof.subjects import Session
 
 #: So many tokens are enough to plant every fault, and to pass a short window.
 MOST_TOKENS = 16
@@ -50,6 +51,7 @@ class Certifier:
         self.programs: dict[tuple[str, int], Scenario] = {}
         self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
         self._clean: dict[Scenario, _Trial] = {}
+        self._prompts: dict[tuple[Extend, int, frozenset[Ability]], Session] = {}
 
     def certificate(self, on_fault: Callable[[str], None] = lambda name: None) -> Certificate:
         """Plant everything and say what came of it."""
@@ -151,7 +153,7 @@ class Certifier:
         judge = AgainstTheRun(self.runs)
         first, differs, gap, reason = None, False, 0.0, None
         try:
-            for rows, trace in traced_calls(self.rung.subject, program, planting):
+            for rows, trace in traced_calls(self.rung.subject, program, planting, self._prompted(program)):
                 if any(len(row.prefix) == row.offset + 1 for row in rows):
                     continue  # faults act on a warm cache: a prompt's values are what they were without one
                 call = TracedCall(self.runs, rows, trace)
@@ -168,6 +170,18 @@ class Certifier:
             reason = str(error).splitlines()[0]
         site = None if first is None else first.comparison.site
         return _Trial(gap=gap, differs=differs, site=site, reason=None if differs else reason)
+
+    def _prompted(self, program: Scenario) -> Session | None:
+        """Return a session that has run the program's prompt, the same for all faults."""
+        prompt = program.operations[0]
+        if not isinstance(prompt, Extend) or Ability.FORK not in self.rung.subject.info.abilities:
+            return None
+        key = (prompt, program.batch, program.needs)
+        if key not in self._prompts:
+            session = self.rung.subject.session(batch=program.batch, needs=program.needs)
+            session.extend(prompt.ids)
+            self._prompts[key] = session
+        return self._prompts[key]
 
     def _is_right(self, fault: CatalogueFault, place: Place, site: Site) -> bool:
         """Return whether a fault shows first where it must; modules stand for what is not shown."""

@@ -36,7 +36,7 @@ from kvproof._trace import Recorder, token_axis
 from kvproof._values import LiteralRuns, OnePassRuns, Prefix, Trace, UncachedRun, UncachedRuns
 from kvproof.faults import Fault, MakeTap, as_planting, no_fault
 from kvproof.scenarios import Ability, Scenario, longest_sequences
-from kvproof.subjects import Subject
+from kvproof.subjects import Session, Subject
 
 #: In which dtype values are compared: float64, or the subject's own.
 ValueRung = Literal["top", "declared"]
@@ -107,10 +107,10 @@ def localise(
 
 
 def traced_calls(
-    subject: Subject, scenario: Scenario, make_fault: MakeTap
+    subject: Subject, scenario: Scenario, make_fault: MakeTap, prompted: Session | None = None
 ) -> Iterator[tuple[tuple[Row, ...], Trace]]:
     """Run the program on the cached path and yield each call's rows and every value it computed."""
-    for call in run_program(subject, scenario, as_planting(make_fault).under(Recorder)):
+    for call in run_program(subject, scenario, as_planting(make_fault).under(Recorder), prompted=prompted):
         assert isinstance(call.tap, Recorder)
         yield call.rows, call.tap.take()
 

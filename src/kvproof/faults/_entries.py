@@ -212,9 +212,10 @@ def _other_prefix(layers: Layers, session: Session, place: Place) -> None:
 
 
 def _not_rotated(layers: Layers, session: Session, place: Place) -> None:
+    """Put the newest entry as a fresh session keeps it; latent attention may rotate a part of either tensor."""
     alone = _fresh(session, session.ids[0][-1:], place.number)
     own = layers[place.number]
-    own["k"] = newest(own["k"], alone["k"])
+    own.update({name: newest(own[name], alone[name]) for name in ("k", "v")})
 
 
 def _not_updated(name: str, what: str, tensor: str) -> CatalogueFault:
@@ -314,7 +315,7 @@ def in_operations() -> Iterable[CatalogueFault]:
         carriers.reuse,
         SurvivesReset,
         stages=_LENGTH | _MODULE,
-        layers=lambda ground: [None] if ground.keeping() else [],
+        layers=lambda ground: [None] if growing(ground) or ground.layers("state") else [],
     )
     yield _carried_out(
         "prefix-by-reference",

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from kvproof._stages import Site, Stage
 from kvproof._trace import Tap
 from kvproof.subjects._transformers._taps import layer_of
 
 Attention = Callable[..., Any]
+
+#: Layers of a cache that keep every token; others keep a window, or a buffer, by design.
+_KEEP_EVERYTHING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")
 
 
 @contextmanager
@@ -114,7 +116,7 @@ class _Watch:
         kept = self._cache_layer(own, key)
         layer, label = self._place(module, own)
         num_slots = key.shape[2]
-        if self.cache is None or type(kept) is DynamicLayer:  # others keep a window, or a buffer, by design
+        if self.cache is None or type(kept).__name__ in _KEEP_EVERYTHING:
             self.tap(Site(Stage.CACHE_LEN, layer, label), torch.full((len(query),), num_slots))
         query = self.tap(Site(Stage.NEW_Q, layer, label), query)
         written = _num_written(kept)
