@@ -241,7 +241,7 @@ CERTIFICATE = Certificate(
         SmallestChange(dtype="float64", layer=0, tensor="k", position=1, value=1e-9),
         SmallestChange(dtype="float32", layer=0, tensor="state", position=1, value=None),
     ),
-    problem="no fault in what layer 0 keeps changed a row of logits",
+    problem="nothing misplaced in the cache of layer 0 changed a row of logits",
 )
 
 REPORT = Report(

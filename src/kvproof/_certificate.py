@@ -91,9 +91,10 @@ class Certifier:
     def _places(self, fault: CatalogueFault) -> Iterator[Place]:
         num = len(self.ground.sequence)
         late = num - 4
-        positions = (late,) if fault.late else tuple(dict.fromkeys((2, max(2, late))))
-        for layer in fault.layers(self.ground):
-            for position in positions:
+        late = max(2, late)
+        for number, layer in enumerate(fault.layers(self.ground)):
+            # One layer is enough to see what is special about a short prompt.
+            for position in dict.fromkeys((2, late) if number == 0 and not fault.late else (late,)):
                 yield Place(layer=layer, position=position, ground=self.ground)
 
     def _why_not(self, fault: CatalogueFault, places: Sequence[Place]) -> str | None:
@@ -251,18 +252,18 @@ def _bisected(seen: Callable[[float], bool]) -> float | None:
 def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: Ground) -> str | None:
     """Return why the audit could not be shown able to fail.
 
-    Something must have been caught, and in every layer that keeps something a fault in what it keeps: else the
-    audit would not see that layer's cache.
+    Something must have been caught, and in every layer that keeps something a fault that puts one token's content
+    in another's place: else the audit would not see what stands where in that layer's cache.
     """
     caught = {Outcome.CAUGHT, Outcome.RAISED}
     if not any(mutant.outcome is Outcome.CAUGHT for mutant in mutants):
         return "no planted fault changed a row of logits"
-    kept = {fault.name for fault in faults if fault.keeps}
+    kept = {fault.name for fault in faults if fault.mixes}
     blind = [
         layer
         for layer in ground.keeping()
         if not any(m.layer == layer and m.outcome in caught and m.fault in kept for m in mutants)
     ]
     if blind:
-        return f"no fault in what layer {', '.join(map(str, blind))} keeps changed a row of logits"
+        return f"nothing misplaced in the cache of layer {', '.join(map(str, blind))} changed a row of logits"
     return None

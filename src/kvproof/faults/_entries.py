@@ -35,6 +35,8 @@ def _kept(
     change: Callable[[dict[str, Tensor], Place], dict[str, Tensor]],
     layers: Callable[[Ground], Iterable[int | None]] = lambda ground: ground.layers("k", "v"),
     carrier: Carrier = carriers.steps,
+    *,
+    mixes: bool = False,
 ) -> CatalogueFault:
     """Return a fault that replaces what one layer keeps, after the prompt."""
     return CatalogueFault(
@@ -46,6 +48,7 @@ def _kept(
         layers=layers,
         plant=lambda place: Kept(lambda all_layers, _: _replace(all_layers, place, change)),
         keeps=True,
+        mixes=mixes,
     )
 
 
@@ -116,6 +119,7 @@ def in_entries() -> Iterable[CatalogueFault]:
         _ENTRIES,
         _both(lambda value: newest(value, value[:, :, -2:-1])),
         lambda ground: ground.layers("k", "v"),
+        mixes=True,
     )
     yield _kept(
         "swapped-kv",
@@ -144,6 +148,7 @@ def in_entries() -> Iterable[CatalogueFault]:
         layers=lambda ground: ground.layers("k", "v"),
         plant=lambda place: Kept(lambda layers, session: _other_prefix(layers, session, place)),
         keeps=True,
+        mixes=True,
     )
     yield CatalogueFault(
         name="key-not-rotated",
@@ -162,6 +167,7 @@ def in_entries() -> Iterable[CatalogueFault]:
         _ENTRIES,
         _both(lambda value: torch.cat([value[1:2], value[1:]])),
         carrier=carriers.batch,
+        mixes=True,
     )
     yield _kept(
         "lower-dtype",
@@ -228,6 +234,7 @@ def _not_updated(name: str, what: str, tensor: str) -> CatalogueFault:
         layers=lambda ground: ground.layers(tensor),
         plant=lambda place: NotUpdated(place.number, tensor),
         keeps=True,
+        mixes=True,
     )
 
 
@@ -287,6 +294,7 @@ def _carried_out(
         layers=layers,
         plant=plant,
         keeps=True,
+        mixes=layers is Ground.keeping,
     )
 
 

@@ -21,4 +21,5 @@ class CatalogueFault:
     layers: Callable[[Ground], Iterable[int | None]]  #: where it can be planted; none for no layer of its own
     plant: Callable[[Place], Planting]
     keeps: bool = False  #: acts on what a layer's cache keeps
+    mixes: bool = False  #: puts one token's, or request's, content in another's place in a layer
     late: bool = False  #: needs a prompt that fills a window
