@@ -88,6 +88,7 @@ def audit(
         verdict=verdict,
         summary=_summary(verdict, results),
         environment=environment(),
+        request=None,
         subject=subject.info,
         tolerance=auditor.tolerance,
         constants=CONSTANTS,
