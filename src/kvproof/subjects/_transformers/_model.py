@@ -30,7 +30,7 @@ from kvproof.subjects._transformers._taps import tapped
 from kvproof.subjects._transformers._tokenizer import Tokenizer
 
 #: How a cache moves its rows: the first keeps their number, the second may change it; some offer one alone.
-_SELECTIONS = ("reorder_cache", "batch_select_indices")
+SELECTIONS = ("reorder_cache", "batch_select_indices")
 #: Logits beyond this are computed for the positions that are asked for alone.
 _MANY_BYTES = 2**26
 
@@ -45,7 +45,10 @@ class TransformersSubject(Subject):
         name: str,
         seed: int | None = None,
         tokenizer: Tokenizer | None = None,
+        true_float64: bool = True,
     ) -> None:
+        """Without ``true_float64``, a float64 model computes in float32 wherever it asks for that by name."""
+        self._true_float64 = true_float64 and model.dtype is torch.float64
         self.model = model.eval().requires_grad_(False)
         if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped kernels know no float64
@@ -136,7 +139,7 @@ class TransformersSubject(Subject):
     def _run(self, call: Callable[..., Any], tap: Tap, arguments: dict[str, Any]) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.model.dtype is torch.float64:
+            if self._true_float64:
                 stack.enter_context(TrueFloat64())
             if tap is not untouched:
                 shape = tuple(arguments["input_ids"].shape)
@@ -149,7 +152,7 @@ class TransformersSubject(Subject):
         yield from (Ability.CAST, Ability.TAP, Ability.BATCH, Ability.FORK)
         cache = self.new_cache(1)
         if not self.stateful_modules:
-            if any(hasattr(cache, name) for name in _SELECTIONS):
+            if any(hasattr(cache, name) for name in SELECTIONS):
                 yield Ability.REORDER
             # The library's own caches could all be cropped before they said whether they can.
             if getattr(cache, "is_croppable", type(cache) is DynamicCache):
@@ -310,7 +313,7 @@ class TransformersSession(Session):
     def _reorder(self, rows: Sequence[int]) -> None:
         index = torch.tensor(list(rows), device=self.transformers.model.device)
         keeps_size = len(rows) == len(self._ids)
-        wanted = _SELECTIONS if keeps_size else reversed(_SELECTIONS)
+        wanted = SELECTIONS if keeps_size else reversed(SELECTIONS)
         getattr(self.cache, next(name for name in wanted if hasattr(self.cache, name)))(index)
 
     def _fork(self, tap: Tap) -> "TransformersSession":
