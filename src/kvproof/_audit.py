@@ -1,6 +1,7 @@
 """Audits: every row of every scenario, cached against uncached, judged by the rules of `_compare`."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -27,8 +28,8 @@ from kvproof._report import (
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import Ability, Scenario, longest_sequences
-from kvproof.subjects import Subject
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, longest_sequences, usable
+from kvproof.subjects import Subject, limits_of
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
@@ -118,6 +119,7 @@ class Auditor:
         self.judge = RowJudge(subject, self.tolerance, self.uncached)
         self.all_values = all_values
         self._without_top: dict[str, str] = {}
+        self._made: Counter[str] = Counter()  #: by all random programs together
 
     def results(
         self, programs: Sequence[Scenario], on_scenario: Callable[[str], None]
@@ -173,6 +175,8 @@ class Auditor:
                 reason = str(error)
                 break
             rows += (row for row, _ in judged)
+            if name == RANDOM_PROGRAMS and fault is None:
+                self._made += coverage.made
             not_reached = not_reached or coverage.missing(program)
             wrong = sorted(
                 (pair for pair in judged if not pair[0].verdict.passes),
@@ -226,6 +230,12 @@ class Auditor:
             yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
         for name, reason in self._without_top.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
+        if self._made:
+            kinds = ("row", *usable(limits_of(self.subject)))
+            listed = [f"{self._made[kind]} {kind}{'' if self._made[kind] == 1 else 's'}" for kind in kinds]
+            text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
+            none = [kind for kind in kinds if not self._made[kind]]
+            yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
 
     def _prepare(self, programs: Iterable[Scenario]) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did.
@@ -306,6 +316,7 @@ class Auditor:
         except SubjectError as error:
             if self.uncached.top is None:
                 raise
+            coverage.made.clear()  # all of it is done again
             judged = list(self._judged_rows(program, fault, [self.uncached.declared], coverage))
             if fault is None:
                 self._without_top[program.name] = str(error).splitlines()[0]
@@ -349,7 +360,9 @@ class Auditor:
     ) -> Iterator[tuple[RowResult, Tensor | None]]:
         """Run the cached path at the rungs in step; yield each row's result and its row at the top rung."""
         runs = [
-            run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage) for rung in rungs
+            # What the rungs do in step is counted once.
+            run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage if first else None)
+            for first, rung in zip((True, *(False,) * len(rungs)), rungs, strict=False)
         ]
         for calls in zip(*runs, strict=True):
             self.uncached.know(row.prefix for row in calls[0].rows)

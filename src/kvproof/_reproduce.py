@@ -15,7 +15,7 @@ from kvproof._errors import KvproofError, ReportError, UsageError
 from kvproof._files import write_whole
 from kvproof._numerics import TOP_RUNG
 from kvproof._report import Report, Request, ScenarioResult, Verdict
-from kvproof._shrink import Failure, Looker, Tries, limits_of, simplest
+from kvproof._shrink import Failure, Looker, Tries, simplest
 from kvproof.render.json import parse
 from kvproof.scenarios import (
     Extend,
@@ -26,7 +26,7 @@ from kvproof.scenarios import (
     random_programs,
     token_by_token,
 )
-from kvproof.subjects import Subject
+from kvproof.subjects import Subject, limits_of
 from kvproof.subjects._targets import LoadOptions, load_target, pretrained_source
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from kvproof._errors import KvproofError
 from kvproof._numerics import STRUCTURAL_FLOOR
 from kvproof._programs import run_program
 from kvproof._uncached import Rung
-from kvproof.scenarios import Extend, Limits, Scenario, cost_of, is_legal, smaller
-from kvproof.subjects import Subject
+from kvproof.scenarios import Extend, Scenario, cost_of, is_legal, smaller
+from kvproof.subjects import Subject, limits_of
 
 T = TypeVar("T")
 
@@ -60,15 +60,6 @@ class Tries:
         self.num += 1
         self.on_try(self.num)
         return True
-
-
-def limits_of(subject: Subject) -> Limits:
-    """Return what bounds a subject's programs."""
-    return Limits(
-        abilities=frozenset(subject.info.abilities),
-        vocab_size=subject.info.vocab_size,
-        boundaries=subject.boundaries,
-    )
 
 
 class Looker:

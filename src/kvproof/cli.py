@@ -117,6 +117,14 @@ def milestone(
 @click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
 @click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
+@click.option(
+    "--programs",
+    "num_programs",
+    type=click.IntRange(0, 10_000),
+    default=0,
+    show_default=True,
+    help="Random programs, drawn by the seed, besides the catalogue: the scenario 'random programs'.",
+)
 @click.option("--list", "as_list", is_flag=True, help="List the scenarios and what each exposes.")
 @click.option(
     "--reference",
@@ -142,6 +150,7 @@ def audit(
     as_list: bool,
     reference: "Reference",
     fail_fast: bool,
+    num_programs: int,
     quiet: bool,
     **others: Any,
 ) -> None:
@@ -151,7 +160,7 @@ def audit(
     or random:TYPE for a tiny random model of any causal type that transformers knows. A prompt shorter than
     --length is filled up with random tokens. Needs kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
-    from kvproof.scenarios import catalogue, named
+    from kvproof.scenarios import catalogue, named, random_programs
 
     if as_list:
         for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
@@ -164,6 +173,7 @@ def audit(
     from kvproof._audit import audit as run
     from kvproof._milestone import one_thread
     from kvproof._prompts import sequences_for
+    from kvproof.subjects import limits_of
     from kvproof.subjects._targets import LoadOptions, load_target
 
     # More threads than one only wait for each other on tensors as small as a random model's.
@@ -172,7 +182,8 @@ def audit(
         progress.stage(f"loading {target or loading['config']}")
         subject = load_target(target, LoadOptions(seed=seed, **loading))
         sequences = sequences_for(subject, text, length, seed)
-        programs = catalogue(*sequences, subject.boundaries)
+        drawn = random_programs(limits_of(subject), num=num_programs, seed=seed, max_len=len(sequences[0]))
+        programs = (*catalogue(*sequences, subject.boundaries), *drawn)
         chosen = named(programs, only=scenario, without=skip)
         progress.parts(1 + len({program.name for program in chosen}))
         report = run(
@@ -202,7 +213,7 @@ def _request(options: dict[str, Any], sequences: "tuple[tuple[int, ...], tuple[i
         trust_remote_code=options["trust_remote_code"],
         seed=options["seed"],
         sequences=sequences,
-        num_programs=0,
+        num_programs=options["num_programs"],
     )
 
 

@@ -26,7 +26,7 @@ from kvproof._errors import (
 )
 from kvproof._report import SubjectInfo
 from kvproof._trace import Tap, untouched
-from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Method
+from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Limits, Method
 
 T = TypeVar("T")
 
@@ -342,6 +342,15 @@ class Session(ABC):
 
     @abstractmethod
     def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]: ...
+
+
+def limits_of(subject: Subject) -> Limits:
+    """Return what bounds a subject's programs."""
+    return Limits(
+        abilities=frozenset(subject.info.abilities),
+        vocab_size=subject.info.vocab_size,
+        boundaries=subject.boundaries,
+    )
 
 
 def at_the_seam(call: Callable[[], T]) -> T:
