@@ -38,11 +38,17 @@ def random_program(draw: DrawInt, limits: Limits, max_len: int) -> Scenario:
     batch = draw(1, MOST_ROWS) if Ability.BATCH in limits.abilities else 1
     walk = Walk(limits, batch=batch, cache=cache)
     operations: list[Operation] = []
-    for number in range(draw(2, MOST_OPERATIONS)):
-        operation = _drawn(draw, walk, min(max_len, limits.boundaries.context_len), first=number == 0)
-        if operation is not None and walk.allows(operation):
-            walk.take(operation)
-            operations.append(operation)
+    feeds: int | None = 0  # the session that is fed next, whatever is drawn
+    for _ in range(draw(2, MOST_OPERATIONS)):
+        operation = _drawn(draw, walk, min(max_len, limits.boundaries.context_len), feeds)
+        feeds = None
+        if operation is None or not walk.allows(operation):
+            continue
+        walk.take(operation)
+        operations.append(operation)
+        # What an operation did shows in the rows that follow alone.
+        if isinstance(operation, Crop | Reorder | Reset) and draw(0, 2):
+            feeds = operation.session
     program = Scenario(
         name=RANDOM_PROGRAMS,
         exposes="what no program of the catalogue does in this order",
@@ -65,13 +71,12 @@ def usable(limits: Limits) -> tuple[str, ...]:
     return ("extend", *able, "reset", "open")
 
 
-def _drawn(draw: DrawInt, walk: Walk, max_len: int, *, first: bool) -> Operation | None:
+def _drawn(draw: DrawInt, walk: Walk, max_len: int, feeds: int | None) -> Operation | None:
     """Draw the next operation, or none where what was drawn has nothing to act on."""
-    session = draw(0, len(walk.sessions) - 1)
+    session = draw(0, len(walk.sessions) - 1) if feeds is None else feeds
     state = walk.sessions[session]
-    # Most calls feed something: what was done shows in rows alone.
-    kinds: Sequence[str] = (*["extend"] * 3, *usable(walk.limits))
-    kind = "extend" if first else kinds[draw(0, len(kinds) - 1)]
+    kinds: Sequence[str] = (*["extend"] * 2, *usable(walk.limits)) if feeds is None else ("extend",)
+    kind = kinds[draw(0, len(kinds) - 1)]
     match kind:
         case "extend" if state.length < max_len:
             num_new = draw(1, min(max_len - state.length, max(2, max_len // 2)))
@@ -85,7 +90,9 @@ def _drawn(draw: DrawInt, walk: Walk, max_len: int, *, first: bool) -> Operation
             # A search keeps its number of beams; now and then some end, or one is split.
             most = MOST_ROWS if walk.able(Ability.BATCH) else 1
             num_new = draw(1, most) if walk.cache is CacheKind.DYNAMIC and draw(0, 3) == 0 else num_rows
-            return Reorder(rows=tuple(draw(0, num_rows - 1) for _ in range(num_new)), session=session)
+            rows = tuple(draw(0, num_rows - 1) for _ in range(num_new))
+            stays = rows == tuple(range(num_rows))
+            return Reorder(rows=rows[::-1] if stays else rows, session=session)
         case "reset":
             return Reset(session=session)
         case "fork" if len(walk.sessions) < MOST_SESSIONS:

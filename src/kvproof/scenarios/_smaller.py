@@ -55,6 +55,7 @@ def smaller(program: Scenario) -> Iterator[Scenario]:
         yield _tidied(replace(program, omit_positions=False))
     for session in range(1 + sum(isinstance(o, Open | Fork) for o in program.operations)):
         yield from map(_tidied, _without_session(program, session))
+        yield from map(_tidied, _without_fork(program, session))
         yield from map(_tidied, _fewer_rows(program, session))
     for operations in _by_tokens(program):
         yield _tidied(replace(program, operations=operations))
@@ -133,6 +134,23 @@ def _without_session(program: Scenario, session: int) -> Iterator[Scenario]:
     if isinstance(first, Open):
         operations.remove(first)
         yield replace(program, operations=tuple(operations), batch=first.batch)
+
+
+def _without_fork(program: Scenario, session: int) -> Iterator[Scenario]:
+    """Let the session that a fork came from do itself what the fork does."""
+    operations: list[Operation] = []
+    opened, parent = 0, None
+    for operation in program.operations:
+        opened += isinstance(operation, Open | Fork)
+        if isinstance(operation, Fork) and opened == session and parent is None:
+            parent = operation.session
+            continue
+        if isinstance(operation, Acting) and parent is not None and operation.session >= session:
+            at = parent if operation.session == session else operation.session - 1
+            operation = replace(operation, session=at)
+        operations.append(operation)
+    if parent is not None:
+        yield replace(program, operations=tuple(operations))
 
 
 def _fewer_rows(program: Scenario, session: int) -> Iterator[Scenario]:
