@@ -1,5 +1,6 @@
 """From a report to one file that shows its finding without kvproof."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvproof._report import Report, Request, ScenarioResult, Verdict
 from kvproof._shrink import Failure, Looker, Tries, simplest
 from kvproof.render.json import parse
 from kvproof.scenarios import (
+    Ability,
     Extend,
     Generate,
     Scenario,
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 MOST_TRIES = 400
 #: How long a written file may run, in seconds.
 LIMIT_S = 600
-#: The part of the row's scale beyond which a file calls a row wrong: float64 weights alone leave 1e-6.
+#: The part of the row's scale beyond which a file calls a row wrong: float64 weights alone leave 1e-6, …
 USUAL_LIMIT = 1e-5
+#: … and float32 leaves 5e-5.
+SINGLE_LIMIT = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +156,8 @@ def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple
         raise UsageError(f"{name!r} goes through generate(), and such programs are not written out")
     on_stage(f"looking for {name}")
     for subject, source in _models(request, loaded):
-        looker = _looker(subject, cached)
         for program in programs:
+            looker = _looker(subject, program, cached)
             failure = looker.failure(program)
             if failure is not None:
                 case = _Case(subject=subject, program=program, failure=failure, cached=cached, source=source)
@@ -164,12 +168,20 @@ def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple
     )
 
 
-def _looker(subject: "TransformersSubject", cached: bool) -> Looker:
+def _looker(subject: "TransformersSubject", program: Scenario, cached: bool) -> Looker:
     """Return what looks for rows that are wrong in true float64, and as a file without kvproof computes them."""
     from kvproof.subjects._transformers import TransformersSubject
 
-    plain = TransformersSubject(subject.model, name=subject.info.name, seed=subject.seed, true_float64=False)
-    return Looker(subject, plain, cached=cached)
+    model = subject.model
+    if _is_padded(program):
+        model = copy.deepcopy(model).float()
+    alone = TransformersSubject(model, name=subject.info.name, seed=subject.seed, true_float64=False)
+    return Looker(subject, alone, cached=cached)
+
+
+def _is_padded(program: Scenario) -> bool:
+    """Return whether a program pads rows: float64 that is not true gives NaN there with some attention."""
+    return Ability.PAD in program.needs
 
 
 def _models(request: Request, loaded: Subject) -> "Iterator[tuple[TransformersSubject, Recipe | dict[str, Any]]]":
@@ -199,7 +211,7 @@ def _shrink(case: _Case, on_stage: Callable[[str], None], device: str) -> None:
     while True:
         before = (case.program, repr(case.source))
         with quiet():
-            looker = _looker(case.subject, case.cached)
+            looker = _looker(case.subject, case.program, case.cached)
             case.program, case.failure = looker.shrunk(case.program, case.failure, programs)
             _shrink_model(case, models, device)
         programs.known.clear()  # on another model other programs may fail
@@ -222,7 +234,7 @@ def _shrink_model(case: _Case, tries: Tries, device: str) -> None:
             subject = plain_model(candidate, name=case.subject.info.name, device=device)
         except KvproofError:
             return False
-        failure = _looker(subject, case.cached).failure(case.program, least)
+        failure = _looker(subject, case.program, case.cached).failure(case.program, least)
         if failure is None:
             return False
         sizes[repr(candidate)] = size
@@ -235,7 +247,8 @@ def _shrink_model(case: _Case, tries: Tries, device: str) -> None:
 def _text(case: _Case, report: Report, found: ScenarioResult, device: str) -> str:
     from kvproof.subjects._transformers import Found, standalone
 
-    gap = case.failure.gap
+    gap, single = case.failure.gap, _is_padded(case.program)
+    usual = SINGLE_LIMIT if single else USUAL_LIMIT
     what = f"{found.name} of {report.subject.name}: the row after {len(case.failure.prefix)} tokens is "
     what += "not the uncached one." if case.cached else "another one where more tokens follow."
     sentence = f"{found.divergence.sentence}." if found.divergence is not None else report.summary
@@ -247,7 +260,8 @@ def _text(case: _Case, report: Report, found: ScenarioResult, device: str) -> st
             offset=case.failure.offset,
             prefix=case.failure.prefix,
             cached=case.cached,
-            limit=USUAL_LIMIT if gap > 10 * USUAL_LIMIT else gap / 10,
+            single=single,
+            limit=usual if gap > 10 * usual else gap / 10,
             title=what,
             sentence=f"In the audit: {sentence}",
         ),

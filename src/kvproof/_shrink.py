@@ -25,6 +25,8 @@ T = TypeVar("T")
 CLEAR = 1e-2
 #: … and a smaller one may shrink by no more than this.
 KEPT = 0.1
+#: Two forms of a subject show the same fault if the gaps of the same row differ by no more than this part.
+SAME = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,11 @@ class Failure:
     def least(self) -> float:
         """The smallest gap that counts as the same failure in something simpler."""
         return max(STRUCTURAL_FLOOR.value, min(CLEAR, KEPT * self.gap))
+
+    def is_like(self, other: "Failure") -> bool:
+        """Return whether another form of the subject is wrong at the same row by as much."""
+        same_row = (self.call, self.batch_row, self.offset) == (other.call, other.batch_row, other.offset)
+        return same_row and (self.gap == other.gap or abs(self.gap - other.gap) <= SAME * self.gap < math.inf)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,18 +82,19 @@ class Looker:
         self._rungs = [Rung(each) for each in (subject, *others)]
 
     def failure(self, program: Scenario, least: float = STRUCTURAL_FLOOR.value) -> Failure | None:
-        """Return the first row with a gap of at least ``least`` of its scale, as the last subject sees it.
+        """Return the first row with a gap of at least ``least`` of its scale.
 
-        None where one of them sees no such row; what raises shows none.
+        None where one of the subjects sees no such row, or another one; what raises shows none.
         """
         found = None
         for rung in self._rungs:
             try:
-                found = self._first(rung, program, least)
+                seen = self._first(rung, program, least)
             except KvproofError:
                 return None
-            if found is None:
+            if seen is None or not (found is None or found.is_like(seen)):
                 return None
+            found = found or seen
         return found
 
     def _first(self, rung: Rung, program: Scenario, least: float) -> Failure | None:

@@ -69,7 +69,7 @@ def num_parameters(recipe: Recipe) -> int:
     """Return how many weights the model has, without making them."""
     with refusing(f"no {recipe.model_type} of this configuration"), torch.device("meta"):
         config = AutoConfig.for_model(recipe.model_type, **copy.deepcopy(recipe.values))
-        return int(AutoModelForCausalLM.from_config(config, dtype=torch.float64).num_parameters())
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
 def plain_model(recipe: Recipe, *, name: str, device: str = "cpu") -> TransformersSubject:
@@ -77,9 +77,7 @@ def plain_model(recipe: Recipe, *, name: str, device: str = "cpu") -> Transforme
     with refusing(f"{name} cannot be built from plain values"), torch.random.fork_rng(devices=[]):
         config = AutoConfig.for_model(recipe.model_type, **copy.deepcopy(recipe.values))
         torch.default_generator.manual_seed(recipe.seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float64, attn_implementation=recipe.attention
-        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attention).double()
         return TransformersSubject(scaled(model).to(device), name=name, seed=recipe.seed)
 
 

@@ -49,6 +49,7 @@ class Found:
     offset: int
     prefix: tuple[int, ...]
     cached: bool  #: False: from one pass over longer ids, with no cache
+    single: bool  #: the file computes in float32, and not in float64
     limit: float  #: the part of the row's scale beyond which the file calls it wrong
     title: str
     sentence: str  #: what was found, in words
@@ -94,7 +95,7 @@ def standalone(found: Found, subject: TransformersSubject, source: Recipe | dict
         *_head(found),
         "",
         *writer.imports(source),
-        *_model(source, device, has_experts=writer.has_experts),
+        *_model(source, device, has_experts=writer.has_experts, single=found.single),
         *writer.helper(),
         "",
         *body,
@@ -120,15 +121,15 @@ def _head(found: Found) -> Iterator[str]:
         yield from textwrap.wrap(repr(text)[1:-1], _WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
-def _model(source: Recipe | dict[str, Any], device: str, *, has_experts: bool) -> Iterator[str]:
-    """Yield what makes ``model``, in float64."""
+def _model(source: Recipe | dict[str, Any], device: str, *, has_experts: bool, single: bool) -> Iterator[str]:
+    """Yield what makes ``model``."""
     if isinstance(source, Recipe):
-        yield from (textwrap.dedent(inspect.getsource(scaled)).split("\n"))
+        yield from ("", "", *inspect.getsource(scaled).rstrip("\n").split("\n"), "", "")
         yield from _assigned("CONFIG", source.values)
         yield f"torch.manual_seed({source.seed})"
         yield f"config = AutoConfig.for_model({source.model_type!r}, **CONFIG)"
-        options = f"dtype=torch.float64, attn_implementation={source.attention!r}"
-        yield f"model = scaled(AutoModelForCausalLM.from_config(config, {options}))"
+        made = f"AutoModelForCausalLM.from_config(config, attn_implementation={source.attention!r})"
+        yield f"model = scaled({made}.double())"
     else:
         given = dict(source)
         name = given.pop("pretrained_model_name_or_path")
@@ -136,6 +137,8 @@ def _model(source: Recipe | dict[str, Any], device: str, *, has_experts: bool) -
         yield f"model = AutoModelForCausalLM.from_pretrained({name!r}, **OPTIONS).double().eval()"
     if has_experts:
         yield 'model.set_experts_implementation("eager")  # the grouped kernels know no float64'
+    if single:
+        yield "model.float()  # in float64 some attention gives NaN where a row sees nothing but padding"
     if device != "cpu":
         yield f"model.to({device!r})"
         yield f"torch.set_default_device({device!r})"
@@ -299,7 +302,7 @@ class _Writer:
             "config": config,
             "batch_size": str(batch),
             "max_batch_size": str(batch),
-            "dtype": "torch.float64",
+            "dtype": "model.dtype",
             "device": repr(str(subject.model.device)),
             "devices": f"[{str(subject.model.device)!r}] * {int(subject.config.num_hidden_layers)}",
         }
