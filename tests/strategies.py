@@ -6,8 +6,10 @@ import torch
 from hypothesis import strategies as st
 
 from kvproof.reference import Checkpoint, Decoder, DecoderConfig
-from kvproof.scenarios import Crop, Extend, Fork, Operation, Reorder, Reset, Scenario
+from kvproof.strategies import programs
 from kvproof.subjects import ReferenceSubject
+
+__all__ = ["configs", "programs", "random_subject", "sequences", "subjects"]
 
 
 @st.composite
@@ -63,46 +65,3 @@ def sequences(draw: st.DrawFn, subject: ReferenceSubject, min_len: int = 1) -> t
     for step in steps:
         ids.append((ids[-1] + step) % info.vocab_size)
     return tuple(ids)
-
-
-@st.composite
-def programs(draw: st.DrawFn, subject: ReferenceSubject) -> Scenario:
-    """Draw a program of random operations on one or more sessions, each of them legal where it stands."""
-    info = subject.info
-    batch = draw(st.integers(1, 3))
-    lengths, rows = [0], [batch]  # of each session
-    operations: list[Operation] = []
-    for _ in range(draw(st.integers(1, 10))):
-        session = draw(st.integers(0, len(lengths) - 1))
-        room = info.context_len - lengths[session]
-        kind = draw(st.sampled_from(["extend", "extend", "extend", "crop", "fork", "reorder", "reset"]))
-        if kind == "extend" and room:
-            num_new = draw(st.integers(1, room))
-            ids = draw(
-                st.lists(
-                    st.tuples(*[st.integers(0, info.vocab_size - 1)] * num_new),
-                    min_size=rows[session],
-                    max_size=rows[session],
-                )
-            )
-            operations.append(Extend(ids=tuple(ids), session=session))
-            lengths[session] += num_new
-        elif kind == "crop":
-            lengths[session] = draw(st.integers(0, lengths[session]))
-            operations.append(Crop(length=lengths[session], session=session))
-        elif kind == "fork" and len(lengths) < 3:
-            operations.append(Fork(session=session))
-            lengths.append(lengths[session])
-            rows.append(rows[session])
-        elif kind == "reorder":
-            order = draw(st.lists(st.integers(0, rows[session] - 1), min_size=1, max_size=3))
-            operations.append(Reorder(rows=tuple(order), session=session))
-            rows[session] = len(order)
-        elif kind == "reset":
-            operations.append(Reset(session=session))
-            lengths[session] = 0
-    first = Extend(ids=tuple((draw(st.integers(0, info.vocab_size - 1)),) for _ in range(batch)))
-    # The first operation always feeds something, so that there is a row to compare.
-    if not any(isinstance(operation, Extend) for operation in operations):
-        operations = [first]
-    return Scenario(name="random program", exposes="anything", operations=tuple(operations), batch=batch)

@@ -1,6 +1,7 @@
 """Audits: every row of every scenario, cached against uncached, judged by the rules of `_compare`."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -29,8 +30,8 @@ from kvproof._report import (
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import Ability, Scenario, longest_sequences
-from kvproof.subjects import Subject
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, longest_sequences, usable
+from kvproof.subjects import Subject, limits_of
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
@@ -100,6 +101,7 @@ def audit(
         verdict=verdict,
         summary=_summary(verdict, results, evidence),
         environment=environment(),
+        request=None,
         subject=subject.info,
         tolerance=auditor.tolerance,
         constants=CONSTANTS,
@@ -131,6 +133,7 @@ class Auditor:
         self.all_values = all_values
         self._without_top: dict[str, str] = {}
         self._uncertified: str | None = None
+        self._made: Counter[str] = Counter()  #: by all random programs together
 
     def results(
         self, programs: Sequence[Scenario], on_scenario: Callable[[str], None]
@@ -186,6 +189,8 @@ class Auditor:
                 reason = str(error)
                 break
             rows += (row for row, _ in judged)
+            if name == RANDOM_PROGRAMS and fault is None:
+                self._made += coverage.made
             not_reached = not_reached or coverage.missing(program)
             wrong = sorted(
                 (pair for pair in judged if not pair[0].verdict.passes),
@@ -264,6 +269,12 @@ class Auditor:
             yield f"no certificate: {self._uncertified}"
         for name, reason in self._without_top.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
+        if self._made:
+            kinds = ("row", *usable(limits_of(self.subject)))
+            listed = [f"{self._made[kind]} {kind}{'' if self._made[kind] == 1 else 's'}" for kind in kinds]
+            text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
+            none = [kind for kind in kinds if not self._made[kind]]
+            yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
 
     def _prepare(self, programs: Iterable[Scenario]) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did.
@@ -344,6 +355,7 @@ class Auditor:
         except SubjectError as error:
             if self.uncached.top is None:
                 raise
+            coverage.made.clear()  # all of it is done again
             judged = list(self._judged_rows(program, fault, [self.uncached.declared], coverage))
             if fault is None:
                 self._without_top[program.name] = str(error).splitlines()[0]
@@ -387,7 +399,9 @@ class Auditor:
     ) -> Iterator[tuple[RowResult, Tensor | None]]:
         """Run the cached path at the rungs in step; yield each row's result and its row at the top rung."""
         runs = [
-            run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage) for rung in rungs
+            # What the rungs do in step is counted once.
+            run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage if first else None)
+            for first, rung in zip((True, *(False,) * len(rungs)), rungs, strict=False)
         ]
         for calls in zip(*runs, strict=True):
             self.uncached.know(row.prefix for row in calls[0].rows)

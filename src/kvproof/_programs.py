@@ -54,6 +54,7 @@ class Coverage:
 
     lengths: set[int] = field(default_factory=set)  #: of the prefixes whose rows were compared
     counts: Counter[Claim] = field(default_factory=Counter)
+    made: Counter[str] = field(default_factory=Counter)  #: operations by kind, and rows that were given
 
     def missing(self, scenario: Scenario) -> str | None:
         """Return what the scenario says it does and did not, in words, or none."""
@@ -79,8 +80,9 @@ def run_program(
     session that has run the first operation, an `Extend`: the program goes on from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
-    for call in _Run(subject, scenario, make_tap, coverage.counts).calls(prompted):
+    for call in _Run(subject, scenario, make_tap, coverage).calls(prompted):
         coverage.lengths.update(len(row.prefix) for row in call.rows)
+        coverage.made["row"] += len(call.rows)
         yield call
 
 
@@ -106,11 +108,12 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
 class _Run:
     """The sessions of one run of a scenario, with the tap of each."""
 
-    def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, counts: Counter[Claim]) -> None:
+    def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, coverage: Coverage) -> None:
         self.subject = subject
         self.scenario = scenario
         self.planting = as_planting(make_tap)
-        self.counts = counts
+        self.counts = coverage.counts
+        self.made = coverage.made
         self.sessions: list[tuple[Session, Tap]] = []
 
     def calls(self, prompted: Session | None) -> Iterator[Call]:
@@ -127,11 +130,13 @@ class _Run:
                     session, tap = self.sessions[index]
                     call = _extend(session, operation, tap)
                     self.planting.after_call(session)
+                    self.made["extend"] += 1
                     yield call
                 case Generate():
                     yield from self._generate(operation)
                 case _:
                     self._apply(operation)
+                    self.made[type(operation).__name__.lower()] += 1
 
     def _open(self, batch: int) -> None:
         tap = self.planting()

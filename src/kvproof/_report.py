@@ -324,6 +324,21 @@ class Milestone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What ``kvproof audit`` was asked: the subject and its programs can be made from it again."""
+
+    target: str | None  #: as it was typed; None where ``config`` stands for it
+    config: str | None  #: the configuration file of a random model
+    dtype: str
+    attention: str
+    device: str
+    trust_remote_code: bool
+    seed: int  #: of random weights, random tokens and random programs
+    sequences: tuple[tuple[int, ...], tuple[int, ...]]  #: the tokens that the catalogue was made over
+    num_programs: int  #: random programs besides the catalogue's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What one audit found."""
 
@@ -331,6 +346,7 @@ class Report:
     verdict: Verdict
     summary: str
     environment: Environment
+    request: Request | None  #: None for the milestone, and where an audit was called from Python
     subject: SubjectInfo
     tolerance: Tolerance
     constants: tuple[Constant, ...]

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from kvproof._progress import Progress, shown_progress
 
 if TYPE_CHECKING:
     from kvproof._ledger import Header
-    from kvproof._report import Report
+    from kvproof._report import Report, Request
     from kvproof._uncached import Reference
     from kvproof.reference import Checkpoint
 
@@ -116,6 +117,14 @@ def milestone(
 @click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
 @click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
+@click.option(
+    "--programs",
+    "num_programs",
+    type=click.IntRange(0, 10_000),
+    default=0,
+    show_default=True,
+    help="Random programs, drawn by the seed, besides the catalogue: the scenario 'random programs'.",
+)
 @click.option("--list", "as_list", is_flag=True, help="List the scenarios and what each exposes.")
 @click.option(
     "--reference",
@@ -148,6 +157,7 @@ def audit(
     reference: "Reference",
     certificate: bool,
     fail_fast: bool,
+    num_programs: int,
     quiet: bool,
     **others: Any,
 ) -> None:
@@ -157,7 +167,7 @@ def audit(
     or random:TYPE for a tiny random model of any causal type that transformers knows. A prompt shorter than
     --length is filled up with random tokens. Needs kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
-    from kvproof.scenarios import catalogue, named
+    from kvproof.scenarios import catalogue, named, random_programs
 
     if as_list:
         for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
@@ -170,6 +180,7 @@ def audit(
     from kvproof._audit import audit as run
     from kvproof._milestone import one_thread
     from kvproof._prompts import sequences_for
+    from kvproof.subjects import limits_of
     from kvproof.subjects._targets import LoadOptions, load_target
 
     # More threads than one only wait for each other on tensors as small as a random model's.
@@ -177,7 +188,9 @@ def audit(
     with shown_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading['config']}")
         subject = load_target(target, LoadOptions(seed=seed, **loading))
-        programs = catalogue(*sequences_for(subject, text, length, seed), subject.boundaries)
+        sequences = sequences_for(subject, text, length, seed)
+        drawn = random_programs(limits_of(subject), num=num_programs, seed=seed, max_len=len(sequences[0]))
+        programs = (*catalogue(*sequences, subject.boundaries), *drawn)
         chosen = named(programs, only=scenario, without=skip)
         progress.parts(1 + len({program.name for program in chosen}))
         report = run(
@@ -190,7 +203,26 @@ def audit(
             keep_partial=True,
             on_scenario=progress.part,
         )
-    sys.exit(_written(report, click.get_current_context()))
+    context = click.get_current_context()
+    report = replace(report, request=_request(context.params, sequences))
+    sys.exit(_written(report, context))
+
+
+def _request(options: dict[str, Any], sequences: "tuple[tuple[int, ...], tuple[int, ...]]") -> "Request":
+    """Return what an audit was asked, to be kept in its report."""
+    from kvproof._report import Request
+
+    return Request(
+        target=options["target"],
+        config=None if options["config"] is None else str(options["config"]),
+        dtype=options["dtype"],
+        attention=options["attention"],
+        device=options["device"],
+        trust_remote_code=options["trust_remote_code"],
+        seed=options["seed"],
+        sequences=sequences,
+        num_programs=options["num_programs"],
+    )
 
 
 def _written(report: "Report", context: click.Context) -> int:
@@ -241,7 +273,12 @@ def _again(context: click.Context, report: "Report") -> str:
             words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
     if name != "causality":  # it comes before every scenario
         words += ["--scenario", name]
-    return f"To repeat the first finding alone: {shlex.join(words)}\n"
+    text = f"To repeat the first finding alone: {shlex.join(words)}\n"
+    folder = context.params["report_dir"]
+    if folder is not None:
+        shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json")])
+        text += f"To shrink it to one file that needs no kvproof: {shrink}\n"
+    return text
 
 
 @cli.command()
@@ -350,6 +387,35 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
             f"{ledger}: all {result.num_lines} lines replay through both paths, logits {bits}.\n"
             f"{printable(end.tokens) if end else ''}\n"
         )
+
+
+@cli.command()
+@click.argument("report_file", metavar="REPORT", type=_FILE)
+@click.option("--out", type=_FILE, help="Write this file. Default: reproduction.py beside REPORT.")
+@click.option("--scenario", metavar="NAME", help="Shrink what diverged in this scenario. Default: the first.")
+@click.option("--quiet", is_flag=True, help="Print nothing that is not wrong, and no progress.")
+def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: bool) -> None:
+    """Shrink a finding to one short file that shows it without kvproof.
+
+    REPORT is the report.json of `kvproof audit --report DIR`. Looks for the simplest program that still fails,
+    and for random models the simplest model, writes both out with torch and transformers alone, and runs that
+    file. Exits with 0 if it reproduces the finding, with 1 if it does not.
+    """
+    with shown_progress(quiet) as progress:
+        from kvproof._milestone import one_thread
+        from kvproof._reproduce import read_report, reproduce
+
+        report = read_report(report_file)
+        file = report_file.with_name("reproduction.py") if out is None else out
+        tiny = report.request is not None and (report.request.target or "").startswith("random:")
+        with one_thread() if tiny else nullcontext():
+            done = reproduce(report, file, name=str(report_file), only=scenario, on_stage=progress.stage)
+    outcome = "reproduces it" if done.reproduces else "does NOT reproduce it"
+    if not done.reproduces:
+        complain(f"{done.file} was run and {outcome}: {done.output}")
+        sys.exit(1)
+    text = f"{done.sentence}\n{done.file}: {done.num_lines} lines; it was run and {outcome}: {done.output}\n"
+    sys.exit(written([] if quiet else [lambda: print_text(text)], 0))
 
 
 def _prompt(text: str | None, file: Path | None) -> str | None:

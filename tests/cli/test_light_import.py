@@ -9,7 +9,7 @@ import pytest
 
 import kvproof
 
-HEAVY = "('torch', 'numpy', 'safetensors', 'jaxtyping', 'rich')"
+HEAVY = "('torch', 'numpy', 'safetensors', 'jaxtyping', 'rich', 'hypothesis', 'transformers')"
 RUN = """
 import sys
 sys.argv[0] = "kvproof"
@@ -43,6 +43,7 @@ def test_importing_kvproof_loads_nothing_heavy():
         (["replay", "--help"], 0),
         (["milestone", "--without", "everything"], 2),
         (["replay", "no-such-ledger.jsonl"], 2),
+        (["shrink", "--help"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

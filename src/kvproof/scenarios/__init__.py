@@ -45,9 +45,13 @@ from kvproof.scenarios._data import (
     Reset,
     Scenario,
 )
+from kvproof.scenarios._drawn import RANDOM_PROGRAMS, random_program, random_programs, usable
+from kvproof.scenarios._legal import Limits, is_legal, needs_of
 from kvproof.scenarios._lengths import capacity, compared_prefixes, longest_sequences
+from kvproof.scenarios._smaller import cost_of, num_tokens, smaller
 
 __all__ = [
+    "RANDOM_PROGRAMS",
     "Ability",
     "Boundaries",
     "CacheKind",
@@ -56,6 +60,7 @@ __all__ = [
     "Extend",
     "Fork",
     "Generate",
+    "Limits",
     "Method",
     "Open",
     "Operation",
@@ -73,20 +78,28 @@ __all__ = [
     "chunked",
     "compared_prefixes",
     "context_end",
+    "cost_of",
     "fork",
     "generation",
     "interleaved",
+    "is_legal",
     "isolation",
     "longest_sequences",
     "multi_turn",
     "named",
+    "needs_of",
+    "num_tokens",
     "on_cache",
     "poisoned",
     "positions_left_out",
     "prefill_and_steps",
     "prompt_lookup",
+    "random_program",
+    "random_programs",
     "rollback",
     "rollback_across_calls",
+    "smaller",
     "token_by_token",
+    "usable",
     "window_crossing",
 ]

@@ -26,7 +26,7 @@ from kvproof._errors import (
 )
 from kvproof._report import SubjectInfo
 from kvproof._trace import Tap, untouched
-from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Method
+from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Limits, Method
 
 T = TypeVar("T")
 
@@ -360,6 +360,15 @@ class Session(ABC):
 
     def _put_tensors(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
         raise AbilityError(f"a cache of {self.subject.info.name} takes no tensors")
+
+
+def limits_of(subject: Subject) -> Limits:
+    """Return what bounds a subject's programs."""
+    return Limits(
+        abilities=frozenset(subject.info.abilities),
+        vocab_size=subject.info.vocab_size,
+        boundaries=subject.boundaries,
+    )
 
 
 def at_the_seam(call: Callable[[], T]) -> T:

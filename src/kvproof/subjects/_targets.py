@@ -77,6 +77,22 @@ def _builder(target: str | None, options: LoadOptions) -> Callable[[Any], Subjec
     )
 
 
+def pretrained_source(
+    target: str | None, dtype: str, attention: str, trust_remote_code: bool
+) -> dict[str, Any] | None:
+    """Return the arguments with which ``from_pretrained`` gives a target's model; None for a random model."""
+    if target is None or target.startswith("random:"):
+        return None
+    path = Path(target)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": target}
+    if path.is_file():
+        source = {"pretrained_model_name_or_path": str(path.resolve().parent), "gguf_file": path.name}
+    elif path.is_dir():
+        source = {"pretrained_model_name_or_path": str(path.resolve())}
+    trusting = {"trust_remote_code": True} if trust_remote_code else {}
+    return {**source, "dtype": dtype, "attn_implementation": attention, **trusting}
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

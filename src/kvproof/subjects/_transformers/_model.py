@@ -31,7 +31,7 @@ from kvproof.subjects._transformers._taps import tapped
 from kvproof.subjects._transformers._tokenizer import Tokenizer
 
 #: How a cache moves its rows: the first keeps their number, the second may change it; some offer one alone.
-_SELECTIONS = ("reorder_cache", "batch_select_indices")
+SELECTIONS = ("reorder_cache", "batch_select_indices")
 #: Logits beyond this are computed for the positions that are asked for alone.
 _MANY_BYTES = 2**26
 
@@ -46,7 +46,10 @@ class TransformersSubject(Subject):
         name: str,
         seed: int | None = None,
         tokenizer: Tokenizer | None = None,
+        true_float64: bool = True,
     ) -> None:
+        """Without ``true_float64``, a float64 model computes in float32 wherever it asks for that by name."""
+        self._true_float64 = true_float64 and model.dtype is torch.float64
         self.model = model.eval().requires_grad_(False)
         if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped kernels know no float64
@@ -137,7 +140,7 @@ class TransformersSubject(Subject):
     def _run(self, call: Callable[..., Any], tap: Tap, arguments: dict[str, Any]) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.model.dtype is torch.float64:
+            if self._true_float64:
                 stack.enter_context(TrueFloat64())
             if tap is not untouched:
                 arguments = self._shown(tap, arguments)
@@ -171,7 +174,7 @@ class TransformersSubject(Subject):
             yield from (Ability.INSPECT, Ability.EDIT)
         cache = self.new_cache(1)
         if not self.stateful_modules:
-            if any(hasattr(cache, name) for name in _SELECTIONS):
+            if any(hasattr(cache, name) for name in SELECTIONS):
                 yield Ability.REORDER
             # The library's own caches could all be cropped before they said whether they can.
             if getattr(cache, "is_croppable", type(cache) is DynamicCache):
@@ -333,7 +336,7 @@ class TransformersSession(Session):
     def _reorder(self, rows: Sequence[int]) -> None:
         index = torch.tensor(list(rows), device=self.transformers.model.device)
         keeps_size = len(rows) == len(self._ids)
-        wanted = _SELECTIONS if keeps_size else reversed(_SELECTIONS)
+        wanted = SELECTIONS if keeps_size else reversed(SELECTIONS)
         getattr(self.cache, next(name for name in wanted if hasattr(self.cache, name)))(index)
 
     def _fork(self, tap: Tap) -> "TransformersSession":
