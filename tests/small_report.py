@@ -20,6 +20,7 @@ from kvproof._report import (
     GateItem,
     Milestone,
     Mutant,
+    NotPlanted,
     Outcome,
     Refusal,
     Report,
@@ -235,7 +236,7 @@ CERTIFICATE = Certificate(
             reason=None,
         ),
     ),
-    not_planted=(("state-restarts", "the subject has no place for it"),),
+    not_planted=(NotPlanted(fault="state-restarts", reason="the subject has no place for it"),),
     clean_gap=0.0,
     margin=5e14,
     smallest_changes=(

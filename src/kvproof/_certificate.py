@@ -15,7 +15,7 @@ from kvproof._compare import Evidence, gap_between, judge, largest
 from kvproof._errors import KvproofError
 from kvproof._localise import AgainstTheRun, TracedCall, compared, traced_calls
 from kvproof._programs import Row, run_program
-from kvproof._report import Certificate, Mutant, Outcome, SmallestChange, Tolerance
+from kvproof._report import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof._stages import Site, Stage
 from kvproof._uncached import Prefix, Rung, Uncached
 from kvproof._values import LiteralRuns, OnePassRuns, UncachedRuns
@@ -56,13 +56,13 @@ class Certifier:
     def certificate(self, on_fault: Callable[[str], None] = lambda name: None) -> Certificate:
         """Plant everything and say what came of it."""
         faults = catalogue()
-        not_planted: list[tuple[str, str]] = []
+        not_planted: list[NotPlanted] = []
         chosen: list[tuple[CatalogueFault, list[Place]]] = []
         for fault in faults:
             places = list(self._places(fault))
             reason = self._why_not(fault, places)
             if reason is not None:
-                not_planted.append((fault.name, reason))
+                not_planted.append(NotPlanted(fault=fault.name, reason=reason))
             else:
                 chosen.append((fault, places))
         self._prepare([self._program(fault, place) for fault, places in chosen for place in places])
@@ -72,7 +72,8 @@ class Certifier:
             broken = [p for p in places if self._clean_trial(self._program(fault, p)).reason is not None]
             if broken:
                 reason = self._clean_trial(self._program(fault, broken[0])).reason
-                not_planted.append((fault.name, f"its program fails without a fault: {reason}"))
+                reason = f"its program fails without a fault: {reason}"
+                not_planted.append(NotPlanted(fault=fault.name, reason=reason))
                 continue
             mutants += (self._mutant(fault, place) for place in places)
         clean = largest(trial.gap for trial in self._clean.values() if trial.reason is None)

@@ -191,6 +191,14 @@ class Mutant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotPlanted:
+    """A fault that could not be planted, and why."""
+
+    fault: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SmallestChange:
     """The smallest relative change of one entry of one layer that the audit sees, found by bisection."""
 
@@ -208,7 +216,7 @@ class Certificate:
     dtype: str  #: in which the faults were planted
     sequence: tuple[int, ...]
     mutants: tuple[Mutant, ...]
-    not_planted: tuple[tuple[str, str], ...]  #: faults that the subject has no place for, and why
+    not_planted: tuple[NotPlanted, ...]
     clean_gap: float  #: the largest relative gap of the same programs without a fault
     margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
     smallest_changes: tuple[SmallestChange, ...]
