@@ -14,7 +14,9 @@ def catalogue() -> tuple[CatalogueFault, ...]:
         *_given.in_what_is_fed(),
         *_given.in_masks(),
         *_given.in_values(),
+        *_entries.in_lengths(),
         *_entries.in_entries(),
+        *_entries.from_elsewhere(),
         *_entries.in_states(),
         *_entries.in_operations(),
     )

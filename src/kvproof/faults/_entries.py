@@ -85,9 +85,9 @@ def _appended(
     )
 
 
-def in_entries() -> Iterable[CatalogueFault]:
-    """Yield the faults in keys and values."""
-    append, wrong = ("append-integrity",), ("wrong-tensor-or-layer",)
+def in_lengths() -> Iterable[CatalogueFault]:
+    """Yield the faults in how many entries are kept."""
+    append = ("append-integrity",)
     yield _appended(
         "duplicate-append",
         "the newest entry is appended twice",
@@ -112,10 +112,14 @@ def in_entries() -> Iterable[CatalogueFault]:
         (*append, "off-by-one-position"),
         lambda value: torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2),
     )
+
+
+def in_entries() -> Iterable[CatalogueFault]:
+    """Yield the faults in keys and values."""
     yield _kept(
         "stale-slot",
         "the newest slot still holds what the one before it holds",
-        (*append, "buffer-isolation"),
+        ("append-integrity", "buffer-isolation"),
         _ENTRIES,
         _both(lambda value: newest(value, value[:, :, -2:-1])),
         lambda ground: ground.layers("k", "v"),
@@ -124,15 +128,42 @@ def in_entries() -> Iterable[CatalogueFault]:
     yield _kept(
         "swapped-kv",
         "keys are stored as values",
-        wrong,
+        ("wrong-tensor-or-layer",),
         _ENTRIES,
         lambda own, place: {"k": own["v"], "v": own["k"]},
         lambda ground: [n for n in ground.layers("k", "v") if ground.kept[n]["k"] == ground.kept[n]["v"]],
     )
+    yield _kept(
+        "neighbours-row",
+        "a batch row keeps its neighbour's entries",
+        ("buffer-isolation",),
+        _ENTRIES,
+        _both(lambda value: torch.cat([value[1:2], value[1:]])),
+        carrier=carriers.batch,
+        mixes=True,
+    )
+    yield _kept(
+        "lower-dtype",
+        "keys and values are kept in a lower dtype",
+        ("quantised-cache",),
+        _ENTRIES,
+        _both(lambda value: value.to(torch.float8_e5m2).to(value.dtype)),
+    )
+    yield _kept(
+        "few-bits",
+        "keys and values are kept in 4 bits",
+        ("quantised-cache",),
+        _ENTRIES,
+        _both(_in_four_bits),
+    )
+
+
+def from_elsewhere() -> Iterable[CatalogueFault]:
+    """Yield the faults in which entries are another layer's, prompt's or position's."""
     yield CatalogueFault(
         name="another-layers-cache",
         breaks="a layer keeps an earlier layer's entries",
-        classes=wrong,
+        classes=("wrong-tensor-or-layer",),
         stages=_ENTRIES,
         carrier=carriers.steps,
         layers=lambda ground: few([n for n in range(len(ground.kept)) if _earlier(ground, n) is not None]),
@@ -159,29 +190,6 @@ def in_entries() -> Iterable[CatalogueFault]:
         layers=lambda ground: ground.layers("k", "v")[:1] if ground.kept and "k" in ground.kept[0] else [],
         plant=lambda place: Kept(lambda layers, session: _not_rotated(layers, session, place)),
         keeps=True,
-    )
-    yield _kept(
-        "neighbours-row",
-        "a batch row keeps its neighbour's entries",
-        ("buffer-isolation",),
-        _ENTRIES,
-        _both(lambda value: torch.cat([value[1:2], value[1:]])),
-        carrier=carriers.batch,
-        mixes=True,
-    )
-    yield _kept(
-        "lower-dtype",
-        "keys and values are kept in a lower dtype",
-        ("quantised-cache",),
-        _ENTRIES,
-        _both(lambda value: value.to(torch.float8_e5m2).to(value.dtype)),
-    )
-    yield _kept(
-        "few-bits",
-        "keys and values are kept in 4 bits",
-        ("quantised-cache",),
-        _ENTRIES,
-        _both(_in_four_bits),
     )
 
 
