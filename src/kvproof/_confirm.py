@@ -44,7 +44,7 @@ class Place:
     def __str__(self) -> str:
         if self.site in self.put_at or not self.put_at:
             return str(self.site)
-        return f"{self.site}, by way of {', '.join(sorted(map(str, self.put_at)))}"
+        return f"{self.site} (by way of {', '.join(sorted(map(str, self.put_at)))})"
 
 
 def place_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Place:

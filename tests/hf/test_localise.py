@@ -112,6 +112,9 @@ def test_a_value_changed_inside_attention_is_named_at_its_stage(stage: Stage, on
     assert divergence.contract == LIKELY_CONTRACT[stage]
     assert f"{stage.value} of layer 1" in divergence.sentence
     assert divergence.logits_differ is (stage is not Stage.ATTN_WEIGHTS), "weights are shown after they were used"
+    assert divergence.confirmed
+    instead = " (by way of attn_mix of layer 1)" if stage is Stage.ATTN_WEIGHTS else ""
+    assert divergence.introduced == (f"{stage.value} of layer 1{instead}",)
 
 
 @pytest.mark.parametrize(("model_type", "layer"), [("llama", 1), ("gpt2", 1), ("gemma3_text", 0), ("mixtral", 1)])
@@ -171,6 +174,8 @@ def test_a_wrong_position_is_named_before_the_cache(model_type: str):
     divergence = found(Tampered(subject, tamper), token_by_token(ids_for(subject)))
     assert divergence.position == 5
     assert "rotary_emb" in divergence.sentence or "wpe" in divergence.sentence
+    assert divergence.confirmed
+    assert len(divergence.introduced) == (2 if model_type == "gemma3_text" else 1), "two rotations, or one"
 
 
 @pytest.mark.parametrize(("attention", "stage"), [("eager", Stage.ATTN_WEIGHTS), ("sdpa", Stage.ATTN_MIX)])
@@ -228,6 +233,7 @@ def test_padding_moves_the_slots_and_the_batch_row_is_named(model_type: str, one
     assert divergence.ids == ids[6:10]
     assert "at position 3 of batch row 1" in divergence.sentence
     assert "slot 4 (position 1)" in divergence.sentence
+    assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))
 
 
 def test_a_known_bad_row_ends_the_search_at_the_first_mismatch():
