@@ -54,7 +54,7 @@ def padded(ids: tuple[int, ...]) -> Scenario:
 def test_a_value_that_is_always_wrong_is_one_place(build: Callable[[tuple[int, ...]], Scenario], stage: Stage):
     """A cache keeps what it was given, so a wrong new key is also put right where later calls read it."""
     subject = subject_of("llama")
-    divergence = found(subject, build(ids_for(subject)), fault=always(Site(stage, 1)))
+    divergence = found(subject, build(ids_for(subject)), fault=always(Site(stage, 1)), one_pass=True)
     assert (divergence.confirmed, divergence.introduced) == (True, (f"{stage.value} of layer 1",))
 
 
@@ -104,9 +104,11 @@ def test_a_rotation_is_put_right_as_a_whole():
     parts = [site for site in recorder.values if site.module == "model.rotary_emb"]
     assert list(map(str, parts)) == ["the output of model.rotary_emb", "the output of model.rotary_emb (part 1)"]
     for part in parts:
-        divergence = found(subject, token_by_token(ids_for(subject)), fault=changing(part, torch.zero_, call=5))
+        divergence = found(
+            subject, token_by_token(ids_for(subject)), fault=changing(part, torch.zero_, call=5), one_pass=True
+        )
         assert (divergence.confirmed, divergence.introduced) == (True, (str(part),))
-    divergence = found(subject, token_by_token(ids_for(subject)), fault=always(*parts))
+    divergence = found(subject, token_by_token(ids_for(subject)), fault=always(*parts), one_pass=True)
     assert (divergence.confirmed, divergence.introduced) == (True, (str(parts[0]),))
 
 
@@ -140,7 +142,7 @@ GENERATIONS = [
 @pytest.mark.parametrize("scenario", GENERATIONS, ids=lambda scenario: scenario.name)
 def test_each_forward_of_generate_is_put_right(scenario: Scenario, stage: Stage):
     """Also the chunks of a prompt that give no row, and proposals up to the first that was rejected."""
-    divergence = found(subject_of("llama"), scenario, fault=always(Site(stage, 0)))
+    divergence = found(subject_of("llama"), scenario, fault=always(Site(stage, 0)), one_pass=True)
     assert (divergence.confirmed, divergence.introduced) == (True, (f"{stage.value} of layer 0",))
 
 
@@ -153,7 +155,7 @@ def test_positions_that_generate_counts_from_zero_are_confirmed_at_their_embeddi
 
 def test_a_scan_that_starts_again_in_every_layer_needs_every_layer():
     subject = subject_of("mamba")
-    divergence = found(subject, chunked(ids_for(subject), 3))
+    divergence = found(subject, chunked(ids_for(subject), 3), one_pass=True)
     assert divergence.confirmed
     layers = range(subject.info.num_layers)
     assert divergence.introduced == tuple(f"the output of backbone.layers.{i}.mixer.out_proj" for i in layers)
@@ -161,7 +163,7 @@ def test_a_scan_that_starts_again_in_every_layer_needs_every_layer():
 
 def test_a_window_placed_by_the_buffer_s_length_needs_every_local_layer():
     subject = subject_of("gpt_neo")
-    divergence = found(subject, on_cache(token_by_token(ids_for(subject)), CacheKind.STATIC))
+    divergence = found(subject, on_cache(token_by_token(ids_for(subject)), CacheKind.STATIC), one_pass=True)
     assert divergence.confirmed
     local = [i for i, kind in enumerate(subject.config.attention_layers) if kind == "local"]
     assert divergence.introduced == tuple(
@@ -185,5 +187,7 @@ def test_what_comes_after_the_last_module_is_not_confirmed():
 
     scaled = Scaled(subject, lambda arguments: None)
     assert localise(scaled, token_by_token(ids_for(subject))).divergence is None, "no value that is seen differs"
-    divergence = found(scaled, token_by_token(ids_for(subject)), fault=always(Site(Stage.NEW_Q, 0)))
+    divergence = found(
+        scaled, token_by_token(ids_for(subject)), fault=always(Site(Stage.NEW_Q, 0)), one_pass=True
+    )
     assert (divergence.confirmed, divergence.introduced) == (False, ("new_q of layer 0",))

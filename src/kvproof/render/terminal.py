@@ -270,7 +270,7 @@ def _confirmation(divergence: Divergence) -> str:
     places = divergence.introduced
     agree = "the logits agree" if divergence.logits_differ else "every value agrees"
     if not divergence.confirmed:
-        more = f" and at {len(places) - 1} more places" if len(places) > 1 else ""
+        more = f" and at {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
         return f"Not confirmed: with the uncached value of {places[0]}{more}, it was not shown that {agree}."
     if len(places) == 1:
         return f"Confirmed: with the uncached value of {places[0]} put in its place, {agree}."
