@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kvproof._certificate import MOST_TOKENS, Certifier
 from kvproof._compare import gap_between, largest
 from kvproof._errors import SubjectError, UsageError
 from kvproof._judging import RowJudge
@@ -15,6 +16,7 @@ from kvproof._numerics import CONSTANTS, STRUCTURAL_FLOOR, TABLE_UNITS, declared
 from kvproof._programs import Coverage, run_program
 from kvproof._report import (
     SCHEMA_VERSION,
+    Certificate,
     FaultResult,
     FourWays,
     Report,
@@ -32,6 +34,8 @@ from kvproof.subjects import Subject
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
+NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
+_SHORTEST_CERTIFIED = 4
 
 
 def audit(
@@ -43,6 +47,7 @@ def audit(
     reference: Reference = "one-pass",
     top_rung: bool = True,
     all_values: bool = True,
+    certificate: bool = False,
     fail_fast: bool = False,
     keep_partial: bool = False,
     on_scenario: Callable[[str], None] = lambda name: None,
@@ -54,7 +59,9 @@ def audit(
     are computed: one forward for each prefix, or one for each longest sequence, after a proof that the
     subject is causal and with literal spot checks. ``top_rung`` repeats everything in float64, where the
     subject can be cast. ``all_values`` compares every value on the way, because errors may cancel in the
-    logits; without it, values are compared only in programs whose logits diverge. ``fail_fast`` stops after
+    logits; without it, values are compared only in programs whose logits diverge. ``certificate`` plants every
+    fault of the catalogue that the subject lets be planted, where the verdict would be a pass: an audit that
+    cannot be shown able to fail is `vacuous`. ``fail_fast`` stops after
     the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C arrives. Both mark the
     report as partial. ``on_scenario`` is told what is being run.
 
@@ -67,6 +74,7 @@ def audit(
     auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
     results: list[ScenarioResult] = []
     fault_results: list[FaultResult] = []
+    evidence: Certificate | None = None
     partial = False
     try:
         for result in auditor.results(programs, on_scenario):
@@ -78,22 +86,27 @@ def audit(
         for fault in () if partial else faults:
             on_scenario(f"fault {fault.name}")
             fault_results.append(auditor.check_fault(fault, programs, clean_gap))
+        if certificate and not partial and _joined(results).passes:
+            evidence = auditor.certificate(programs, on_scenario)
     except KeyboardInterrupt:
         if not keep_partial:
             raise
         partial = True
     verdict = _joined(results)
+    if evidence is not None and evidence.problem is not None:
+        verdict = worst([verdict, Verdict.VACUOUS])
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=verdict,
-        summary=_summary(verdict, results),
+        summary=_summary(verdict, results, evidence),
         environment=environment(),
         subject=subject.info,
         tolerance=auditor.tolerance,
         constants=CONSTANTS,
         scenarios=tuple(results),
         faults=tuple(fault_results),
-        notes=tuple(auditor.notes()),
+        certificate=evidence,
+        notes=(*auditor.notes(), *((NO_CERTIFICATE,) if verdict.passes and not certificate else ())),
         partial=partial,
         milestone=None,
     )
@@ -117,6 +130,7 @@ class Auditor:
         self.judge = RowJudge(subject, self.tolerance, self.uncached)
         self.all_values = all_values
         self._without_top: dict[str, str] = {}
+        self._uncertified: str | None = None
 
     def results(
         self, programs: Sequence[Scenario], on_scenario: Callable[[str], None]
@@ -219,10 +233,35 @@ class Auditor:
             right_stage=divergence is not None and divergence.stage is fault.first_stage,
         )
 
+    def certificate(self, programs: Sequence[Scenario], on_fault: Callable[[str], None]) -> Certificate | None:
+        """Plant every fault that the subject lets be planted, on the tokens of these programs.
+
+        None, with a note, for a subject that shows no values, and for programs without four tokens in a row.
+        """
+        if Ability.TAP not in self.subject.info.abilities:
+            self._uncertified = "the subject lacks the ability: tap"
+            return None
+        sequences = {sequence for program in programs for sequence in longest_sequences(program)}
+        longest = max(sequences, key=lambda sequence: (len(sequence), sequence), default=())
+        length = min(len(longest), MOST_TOKENS)
+        others = [s[:length] for s in sequences if len(s) >= length and s[0] != longest[0]]
+        if length < _SHORTEST_CERTIFIED:
+            self._uncertified = f"it takes {_SHORTEST_CERTIFIED} tokens in a row"
+            return None
+        other = min(others, default=longest[:length][::-1])
+        try:
+            certifier = Certifier(self.uncached, self.tolerance, longest[:length], other)
+            return certifier.certificate(lambda name: on_fault(f"fault {name}"))
+        except SubjectError as error:
+            self._uncertified = str(error).splitlines()[0]
+            return None
+
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
         if self.uncached.no_top_reason is not None:
             yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
+        if self._uncertified is not None:
+            yield f"no certificate: {self._uncertified}"
         for name, reason in self._without_top.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
 
@@ -407,7 +446,7 @@ def _joined(results: Sequence[ScenarioResult]) -> Verdict:
     return worst(verdicts + causality)
 
 
-def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
+def _summary(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
     causality = next((result for result in results if result.name == CAUSALITY), None)
     results = [result for result in results if not result.advice and result is not causality]
     compared = [row for result in results for row in result.rows]
@@ -423,5 +462,7 @@ def _summary(verdict: Verdict, results: Sequence[ScenarioResult]) -> str:
         return f"The cached path diverges after {row.tokens}: {row.reason}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
+    if certificate is not None and certificate.problem is not None:
+        return f"Not shown: {text}, and {certificate.problem}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
     return f"Not shown: {text}, verdict {verdict.value}{look}."

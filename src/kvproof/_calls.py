@@ -53,10 +53,10 @@ class Layout:
         self.total = total or max(self.lengths.values())  # with the padding that stands before shorter rows
 
     @classmethod
-    def of(cls, rows: Sequence[Row], num_new: int | None) -> "Layout":
-        """Return the layout of a call that gave these rows, and consumed so many columns where that is known."""
+    def of(cls, rows: Sequence[Row], trace: Trace) -> "Layout":
+        """Return the layout of a call that gave these rows and computed these values."""
         ends = {row.batch_row: (row.prefix, row.offset) for row in sorted(rows, key=lambda row: row.offset)}
-        return cls(ends, num_new or max(row.offset for row in rows) + 1)
+        return cls(ends, _num_new(trace) or max(row.offset for row in rows) + 1)
 
     @property
     def tokens(self) -> Iterator[Token]:
@@ -90,14 +90,14 @@ class TracedCall:
 
     def comparison(self, run: UncachedRun, site: Site, token: Token) -> Comparison | None:
         """Return the expected and the actual value of a token at a site, where there are both."""
-        return compared(self.layout, self.trace, run, site, token)
+        return comparison_of(self.layout, self.trace, run, site, token)
 
 
-def compared(layout: Layout, trace: Trace, run: UncachedRun, site: Site, token: Token) -> Comparison | None:
+def comparison_of(layout: Layout, trace: Trace, run: UncachedRun, site: Site, token: Token) -> Comparison | None:
     """Return a token's value at a site both ways, uncached and as a call computed it, where there are both."""
     if site.stage is Stage.CACHE_LEN:
         return _cache_len(layout, trace, run, site, token) if token.is_last else None
-    if site not in trace or site not in run.values:
+    if site not in trace or site not in run.values or site.stage is Stage.MASK:
         return None
     expected, actual = run.values[site][0], trace[site][token.batch_row]
     if site.stage in OVER_SLOTS:
@@ -149,6 +149,15 @@ def _over_slots(
             first_position=first_position,
         )
     )
+
+
+def _num_new(trace: Trace) -> int | None:
+    """Return how many tokens a call consumed, padding included, by the values that it computed."""
+    for site, value in trace.items():
+        axis = token_axis(site.stage)
+        if axis is not None:
+            return value.shape[axis]
+    return None
 
 
 def _comparable(comparison: Comparison) -> Comparison | None:

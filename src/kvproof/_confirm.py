@@ -10,18 +10,18 @@ same program makes the same taps in the same order, each of which sees the same 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from torch import Tensor
 
-from kvproof._calls import Comparison, Layout, TracedCall, compared
+from kvproof._calls import Comparison, Layout, TracedCall, comparison_of
 from kvproof._errors import SubjectError
 from kvproof._stages import Site, Stage
 from kvproof._trace import Recorder, Tap, token_axis
 from kvproof._values import UncachedRun, UncachedRuns
-from kvproof.faults import MakeTap
 
 #: So many places are given their uncached values at most; each costs one more cached run.
-MOST_PLACES = 16
+MOST_CAUSES = 16
 
 #: What is shown and cannot be put back: a length is no value, and weights may be shown after they were used.
 _SHOWN_ONLY = frozenset({Stage.CACHE_LEN, Stage.ATTN_WEIGHTS})
@@ -34,7 +34,7 @@ _KEPT_AS = {Stage.NEW_K: Stage.CACHE_K, Stage.NEW_V: Stage.CACHE_V}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Cause:
     """A site where an error enters, and the sites whose uncached values take it away."""
 
     site: Site
@@ -47,7 +47,7 @@ class Place:
         return f"{self.site} (by way of {', '.join(sorted(map(str, self.put_at)))})"
 
 
-def place_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Place:
+def cause_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Cause:
     """Return where the uncached value must be put to take away what was found at a site."""
     site = found.site
     later = call.sites[call.sites.index(site) :]
@@ -62,12 +62,12 @@ def place_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Place:
         )
         stand_in = next(fed, None)
         if stand_in is None:
-            return Place(site=site, put_at=frozenset())
+            return Cause(site=site, put_at=frozenset())
         passed = later[: later.index(stand_in)]
-        return Place(site=site, put_at=frozenset({stand_in}), passed=frozenset(passed))
+        return Cause(site=site, put_at=frozenset({stand_in}), passed=frozenset(passed))
     stages = {site.stage, _KEPT_AS.get(site.stage, site.stage)}
     put_at = {s for s in call.sites if s.stage in stages and (s.layer, s.module) == (site.layer, site.module)}
-    return Place(site=site, put_at=frozenset(put_at))
+    return Cause(site=site, put_at=frozenset(put_at))
 
 
 class Script:
@@ -78,16 +78,10 @@ class Script:
         self._layouts: dict[int, list[Layout]] = {}
         self._num_new: dict[int, int] = {}
 
-    def tap_maker(self, make_tap: MakeTap, put_at: Iterable[Site] = ()) -> "Callable[[], ScriptedTap]":
-        """Return a maker of taps for one run of the program, which put uncached values at these sites."""
-        sites, made = frozenset(put_at), 0
-
-        def make() -> ScriptedTap:
-            nonlocal made
-            made += 1
-            return ScriptedTap(self, made - 1, make_tap(), sites)
-
-        return make
+    def wrapper(self, put_at: Iterable[Site] = ()) -> "Callable[[Tap], ScriptedTap]":
+        """Return what wraps the taps of one run of the program, and puts uncached values at these sites."""
+        sites, numbers = frozenset(put_at), count()
+        return lambda tap: ScriptedTap(self, next(numbers), tap, sites)
 
     def note(self, tap: "ScriptedTap", layout: Layout) -> None:
         """Write down what a tap's newest call consumed; the next value that it sees is of the next call."""
@@ -144,18 +138,18 @@ class ScriptedTap(Recorder):
         """Return a copy in which the tokens of a call have their uncached values; padding keeps its own."""
         value = value.clone()
         for token in layout.tokens:
-            both = compared(layout, {site: value}, self._script.runs.over(token.prefix), site, token)
+            both = comparison_of(layout, {site: value}, self._script.runs.over(token.prefix), site, token)
             if both is not None:
                 both.actual.copy_(both.expected)
         return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Rerun:
     """What a run with uncached values in place showed."""
 
     agrees: bool
-    next_place: Place | None = None  #: where it first leaves the uncached path all the same
+    next_cause: Cause | None = None  #: where it first leaves the uncached path all the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,25 +157,25 @@ class Confirmation:
     """Whether putting uncached values in place made the paths agree, and where that was needed."""
 
     confirmed: bool
-    introduced: tuple[Place, ...]
+    introduced: tuple[Cause, ...]
 
 
-def confirm(first: Place, rerun: Callable[[Sequence[Place]], Outcome]) -> Confirmation:
-    """Replace values at the place found first, and at the next, until the paths agree or nothing more is found.
+def confirm(first: Cause, rerun: Callable[[Sequence[Cause]], Rerun]) -> Confirmation:
+    """Replace values at the site found first, and at the next, until the paths agree or nothing more is found.
 
-    ``rerun`` runs the program with uncached values at all of these places. Where it raises `SubjectError`,
+    ``rerun`` runs the program with the uncached values that causes call for. Where it raises `SubjectError`,
     nothing is confirmed and what was found stands.
     """
-    places = [first]
-    while places[-1].put_at:
+    causes = [first]
+    while causes[-1].put_at:
         try:
-            outcome = rerun(places)
+            outcome = rerun(causes)
         except SubjectError:
             break
         if outcome.agrees:
-            return Confirmation(confirmed=True, introduced=tuple(places))
-        found = outcome.next_place
-        if found is None or found.site in {place.site for place in places} or len(places) == MOST_PLACES:
+            return Confirmation(confirmed=True, introduced=tuple(causes))
+        found = outcome.next_cause
+        if found is None or found.site in {cause.site for cause in causes} or len(causes) == MOST_CAUSES:
             break
-        places.append(found)
-    return Confirmation(confirmed=False, introduced=tuple(places))
+        causes.append(found)
+    return Confirmation(confirmed=False, introduced=tuple(causes))

@@ -20,7 +20,7 @@ import torch
 
 from kvproof._calls import Comparison, Layout, TracedCall
 from kvproof._compare import Gap, gap_between, largest
-from kvproof._confirm import Confirmation, Outcome, Place, Script, ScriptedTap, confirm, place_of
+from kvproof._confirm import Cause, Confirmation, Rerun, Script, ScriptedTap, cause_of, confirm
 from kvproof._numerics import TOP_RUNG
 from kvproof._programs import Row, run_program
 from kvproof._report import Constant, Divergence
@@ -35,11 +35,11 @@ from kvproof._stages import (
     Site,
     Stage,
 )
-from kvproof._trace import token_axis
+from kvproof._trace import Recorder
 from kvproof._values import LiteralRuns, OnePassRuns, Prefix, Trace, UncachedRun, UncachedRuns
-from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import Ability, Scenario
-from kvproof.subjects import Subject
+from kvproof.faults import Fault, MakeTap, as_planting, no_fault
+from kvproof.scenarios import Ability, Scenario, longest_sequences
+from kvproof.subjects import Session, Subject
 
 #: In which dtype values are compared: float64, or the subject's own.
 ValueRung = Literal["top", "declared"]
@@ -87,9 +87,10 @@ def localise(
     if top is None:
         top = subject.cast(TOP_RUNG) if rung == "declared" or Ability.CAST in subject.info.abilities else subject
     runs, truth = (
-        OnePassRuns(each, scenario, until) if one_pass else LiteralRuns(each) for each in (subject, top)
+        OnePassRuns(each, longest_sequences(scenario), until) if one_pass else LiteralRuns(each)
+        for each in (subject, top)
     )
-    judge = _AgainstTheTruth(runs, truth) if rung == "declared" else _AgainstTheRun(truth)
+    judge = _AgainstTheTruth(runs, truth) if rung == "declared" else AgainstTheRun(truth)
     search = _Search(judge, scenario, fault, until)
     first = search.first()
     divergence = None
@@ -104,7 +105,7 @@ def localise(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     mismatch: "_Mismatch"
-    place: Place
+    cause: Cause
     call: int  #: the number of the call in which it was found
 
 
@@ -131,7 +132,7 @@ class _Search:
         first: _Found | None = None
         for number, rows, call in self._calls(()):
             if first is None or self.until is None:
-                num_values, mismatch = _compared(self.judge, call, search=first is None)
+                num_values, mismatch = compared(self.judge, call, search=first is None)
                 self.num_values += num_values
                 first = first or self._found(number, call, mismatch)
             if self.until is None:
@@ -148,37 +149,37 @@ class _Search:
     def confirm(self, first: _Found) -> Confirmation:
         """Put uncached values where the first mismatch was found, and where else it takes them."""
         self._newest = first.call
-        return confirm(first.place, self._rerun)
+        return confirm(first.cause, self._rerun)
 
-    def _rerun(self, places: Sequence[Place]) -> Outcome:
-        """Run the program with uncached values at these places and say whether the cached path now agrees.
+    def _rerun(self, causes: Sequence[Cause]) -> Rerun:
+        """Run the program with uncached values put in place and say whether the cached path now agrees.
 
         The logits decide. Where they agreed from the start, because a later error cancels this one, every value
         that is not passed over must agree.
         """
         found: _Found | None = None
         differ = False
-        for number, rows, call in self._calls(places):
+        for number, rows, call in self._calls(causes):
             if found is None and number >= self._newest:
-                _, mismatch = _compared(self.judge, call, search=True, without=places)
+                _, mismatch = compared(self.judge, call, search=True, without=causes)
                 found = self._found(number, call, mismatch)
             differ = differ or any(map(self._differs, rows))
             if differ or (found is not None and not self.logits_differ) or number == self._last:
                 break
         if differ or (found is not None and not self.logits_differ):
             self._newest = self._newest if found is None else found.call
-            return Outcome(agrees=False, next_place=None if found is None else found.place)
-        return Outcome(agrees=True)
+            return Rerun(agrees=False, next_cause=None if found is None else found.cause)
+        return Rerun(agrees=True)
 
-    def _calls(self, places: Sequence[Place]) -> Iterator[tuple[int, tuple[Row, ...], TracedCall]]:
+    def _calls(self, causes: Sequence[Cause]) -> Iterator[tuple[int, tuple[Row, ...], TracedCall]]:
         """Run the program on the cached path and yield each call's number, rows, and every value it computed."""
-        runs, is_first = self.judge.runs, not places
-        put_at = {site for place in places for site in place.put_at}
-        make_tap = self._script.tap_maker(self._make_fault(), put_at)
-        for number, call in enumerate(run_program(runs.subject, self.scenario, make_tap)):
+        runs, is_first = self.judge.runs, not causes
+        put_at = {site for cause in causes for site in cause.put_at}
+        planting = as_planting(self._make_fault()).under(self._script.wrapper(put_at))
+        for number, call in enumerate(run_program(runs.subject, self.scenario, planting)):
             assert isinstance(call.tap, ScriptedTap)
             trace = call.tap.take()
-            layout = Layout.of(call.rows, _num_new(trace))
+            layout = Layout.of(call.rows, trace)
             if is_first:
                 self._script.note(call.tap, layout)
             yield number, call.rows, TracedCall(runs, layout, trace)
@@ -188,19 +189,19 @@ class _Search:
             return None
         comparison = mismatch.comparison
         run = self.judge.runs.over(comparison.token.prefix)
-        return _Found(mismatch=mismatch, place=place_of(call, run, comparison), call=number)
+        return _Found(mismatch=mismatch, cause=cause_of(call, run, comparison), call=number)
 
     def _differs(self, row: Row) -> bool:
         return self.judge.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)
 
 
-def _num_new(trace: Trace) -> int | None:
-    """Return how many tokens a call consumed, padding included, by the values that it computed."""
-    for site, value in trace.items():
-        axis = token_axis(site.stage)
-        if axis is not None:
-            return value.shape[axis]
-    return None
+def traced_calls(
+    subject: Subject, scenario: Scenario, make_fault: MakeTap, prompted: Session | None = None
+) -> Iterator[tuple[tuple[Row, ...], Trace]]:
+    """Run the program on the cached path and yield each call's rows and every value it computed."""
+    for call in run_program(subject, scenario, as_planting(make_fault).under(Recorder), prompted=prompted):
+        assert isinstance(call.tap, Recorder)
+        yield call.rows, call.tap.take()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +211,7 @@ class _Mismatch:
     limit: float
 
 
-class _AgainstTheRun:
+class AgainstTheRun:
     """Holds each value against the uncached one, within the noise between uncached runs."""
 
     def __init__(self, runs: UncachedRuns) -> None:
@@ -259,11 +260,11 @@ class _AgainstTheTruth:
         )
 
 
-_Judge = _AgainstTheRun | _AgainstTheTruth
+_Judge = AgainstTheRun | _AgainstTheTruth
 
 
-def _compared(
-    judge: _Judge, call: TracedCall, *, search: bool, without: Sequence[Place] = ()
+def compared(
+    judge: _Judge, call: TracedCall, *, search: bool, without: Sequence[Cause] = ()
 ) -> tuple[int, _Mismatch | None]:
     """Compare one call; return how many values that took, and the first mismatch: by stage, then by position.
 
@@ -317,7 +318,7 @@ def _describe(
     over_slots = site.stage in OVER_SLOTS | {Stage.ATTN_WEIGHTS}
     slot = comparison.first_slot + gap.index[1] if over_slots else None
     expected, actual = (float(v[gap.index]) for v in (comparison.expected, comparison.actual))
-    if isinstance(judge, _AgainstTheRun):
+    if isinstance(judge, AgainstTheRun):
         origin, contract = _origin(judge.runs, found)
     else:
         origin, contract = None, WRONG_DTYPE

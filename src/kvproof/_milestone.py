@@ -85,7 +85,13 @@ def _milestone(
     scenarios = [*map(token_by_token, SEQUENCES), interleaved(SEQUENCES[0], SEQUENCES[2])]
     faults = [f for f in (wrong_position(), wrong_layer()) if f.name not in without]
     report = audit(
-        subject, scenarios, faults=faults, tolerance=TOLERANCE, reference="literal", on_scenario=on_stage
+        subject,
+        scenarios,
+        faults=faults,
+        tolerance=TOLERANCE,
+        reference="literal",
+        certificate=True,
+        on_scenario=on_stage,
     )
     on_stage("cache trace, memory and refusals")
     trace = cache_trace(subject, assert_shapes="shape-assertions" not in without)

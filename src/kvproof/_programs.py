@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvproof._errors import ContextError, SubjectError
+from kvproof._stages import Site, Stage
 from kvproof._trace import Tap
-from kvproof.faults import MakeTap, no_fault
+from kvproof.faults import MakeTap, as_planting, no_fault
 from kvproof.scenarios import (
     Claim,
     Crop,
@@ -62,15 +64,22 @@ class Coverage:
 
 
 def run_program(
-    subject: Subject, scenario: Scenario, make_tap: MakeTap = no_fault, coverage: Coverage | None = None
+    subject: Subject,
+    scenario: Scenario,
+    make_tap: MakeTap = no_fault,
+    coverage: Coverage | None = None,
+    *,
+    prompted: Session | None = None,
 ) -> Iterator[Call]:
     """Run a scenario's operations in order and yield each `Extend`, and each forward of a `Generate`, as a call.
 
-    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. What the
-    session refuses or the decoder raises comes through. ``coverage`` is filled on the way.
+    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. A `Planting`
+    carries out the other operations too, and may act between calls. What the
+    session refuses or the decoder raises comes through. ``coverage`` is filled on the way. ``prompted`` is a
+    session that has run the first operation, an `Extend`: the program goes on from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
-    for call in _Run(subject, scenario, make_tap, coverage.counts).calls():
+    for call in _Run(subject, scenario, make_tap, coverage.counts).calls(prompted):
         coverage.lengths.update(len(row.prefix) for row in call.rows)
         yield call
 
@@ -100,26 +109,32 @@ class _Run:
     def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, counts: Counter[Claim]) -> None:
         self.subject = subject
         self.scenario = scenario
-        self.make_tap = make_tap
+        self.planting = as_planting(make_tap)
         self.counts = counts
         self.sessions: list[tuple[Session, Tap]] = []
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self, prompted: Session | None) -> Iterator[Call]:
         """Run the operations and yield what gave rows."""
-        if any(not isinstance(operation, Generate) for operation in self.scenario.operations):
+        operations = self.scenario.operations
+        if prompted is not None:
+            self._go_on_from(prompted)
+            operations = operations[1:]
+        elif any(not isinstance(operation, Generate) for operation in operations):
             self._open(self.scenario.batch)
-        for operation in self.scenario.operations:
+        for operation in operations:
             match operation:
                 case Extend(session=index):
                     session, tap = self.sessions[index]
-                    yield _extend(session, operation, tap)
+                    call = _extend(session, operation, tap)
+                    self.planting.after_call(session)
+                    yield call
                 case Generate():
                     yield from self._generate(operation)
                 case _:
                     self._apply(operation)
 
     def _open(self, batch: int) -> None:
-        tap = self.make_tap()
+        tap = self.planting()
         session = self.subject.session(
             batch=batch,
             tap=tap,
@@ -130,19 +145,28 @@ class _Run:
         )
         self.sessions.append((session, tap))
 
+    def _go_on_from(self, prompted: Session) -> None:
+        """Fork a session in place of the first one; its tap is shown the tokens that it has not seen."""
+        tap = self.planting()
+        session = prompted.fork(tap=tap)
+        longest = max(map(len, session.ids))
+        tap(Site(Stage.TOKEN), torch.tensor([[0] * (longest - len(row)) + list(row) for row in session.ids]))
+        self.sessions.append((session, tap))
+        self.planting.after_call(session)
+
     def _apply(self, operation: Operation) -> None:
         match operation:
             case Open(batch=batch):
                 self._open(batch)
             case Fork(session=index):
-                tap = self.make_tap()
-                self.sessions.append((self.sessions[index][0].fork(tap=tap), tap))
+                tap = self.planting()
+                self.sessions.append((self.planting.fork(self.sessions[index][0], tap), tap))
             case Crop(session=index, length=length):
-                self.sessions[index][0].crop(length)
+                self.planting.crop(self.sessions[index][0], length)
             case Reorder(session=index, rows=rows):
-                self.sessions[index][0].reorder(rows)
+                self.planting.reorder(self.sessions[index][0], rows)
             case Reset(session=index):
-                self.sessions[index][0].reset()
+                self.planting.reset(self.sessions[index][0])
             case Poison(session=index):
                 self.counts[Claim.POISONED] += self.sessions[index][0].poison()
             case Refused(session=index, ids=ids):
@@ -160,7 +184,7 @@ class _Run:
             raise SubjectError(f"{len(session)} tokens were taken, and the context ends before")
 
     def _generate(self, operation: Generate) -> Iterator[Call]:
-        generated = self.subject.generate(operation, self.make_tap)
+        generated = self.subject.generate(operation, self.planting)
         self.counts.update(generated.counts)
         for call in generated.calls:
             rows = tuple(

@@ -171,6 +171,63 @@ class FaultResult:
     right_stage: bool  #: the first stage named is the expected one
 
 
+class Outcome(StrEnum):
+    """What came of one planted fault."""
+
+    CAUGHT = "caught"  #: a row of logits differs from the uncached one
+    RAISED = "raised"  #: the decoder itself refused to go on
+    HIDDEN = "hidden"  #: values on the way differ, and no row of logits does
+    EQUIVALENT = "equivalent"  #: nothing differs: on this subject it is no fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One fault, planted at one place, in the dtype of the certificate."""
+
+    fault: str
+    layer: int | None
+    position: int  #: how many tokens the cache held when it first acted
+    outcome: Outcome
+    where: str | None  #: the first value that differs
+    right_stage: bool | None  #: whether that is where the fault must first show; None where nothing differs
+    gap: float  #: of the first row that differs, relative to its largest logit
+    reason: str | None  #: what the decoder raised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallestChange:
+    """The smallest relative change of one entry of one layer that the audit sees, found by bisection."""
+
+    dtype: str
+    layer: int
+    tensor: str
+    position: int
+    value: float | None  #: None where not even doubling the entry is seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The evidence that this audit, on this subject, can fail."""
+
+    dtype: str  #: in which the faults were planted
+    sequence: tuple[int, ...]
+    mutants: tuple[Mutant, ...]
+    not_planted: tuple[tuple[str, str], ...]  #: faults that the subject has no place for, and why
+    clean_gap: float  #: the largest relative gap of the same programs without a fault
+    margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
+    smallest_changes: tuple[SmallestChange, ...]
+    problem: str | None  #: why the audit could not be shown able to fail, where it could not
+
+    def number(self, outcome: Outcome) -> int:
+        """Return how many faults came to an outcome."""
+        return sum(mutant.outcome is outcome for mutant in self.mutants)
+
+    @property
+    def num_right(self) -> int:
+        """How many of the faults that were caught first show where they must."""
+        return sum(m.outcome is Outcome.CAUGHT and bool(m.right_stage) for m in self.mutants)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """The reference system's frozen weights and what they reached."""
@@ -283,6 +340,7 @@ class Report:
     constants: tuple[Constant, ...]
     scenarios: tuple[ScenarioResult, ...]
     faults: tuple[FaultResult, ...]
+    certificate: Certificate | None
     notes: tuple[str, ...]  #: what else a reader must know, as that there was no float64 rung
     partial: bool  #: interrupted, or stopped at the first finding: scenarios may be missing
     milestone: Milestone | None

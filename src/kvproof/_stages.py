@@ -21,6 +21,7 @@ class Stage(StrEnum):
     CACHE_LEN = "cache_len"  #: entries in the layer's cache after the append
     CACHE_K = "cache_k"  #: the keys that attention reads: every slot of the appended cache
     CACHE_V = "cache_v"  #: the values that attention reads
+    MASK = "mask"  #: what hides slots; shown so that faults can change it, and never compared
     ATTN_WEIGHTS = "attn_weights"  #: attention probabilities over the valid entries
     ATTN_MIX = "attn_mix"  #: what attention read, each head's mix of values, before the output projection
     ATTN_OUT = "attn_out"  #: attention output, after the output projection
@@ -37,7 +38,7 @@ class Stage(StrEnum):
 BEFORE_LAYERS = (Stage.TOKEN, Stage.POSITION, Stage.EMBEDDING)
 AFTER_LAYERS = (Stage.FINAL_NORM, Stage.LOGITS, Stage.POLICY)
 #: Stages that adapters show of models which have no taps of their own.
-SHOWN_BY_ADAPTERS = (Stage.ATTN_MIX, Stage.MODULE)
+SHOWN_BY_ADAPTERS = (Stage.MASK, Stage.ATTN_MIX, Stage.MODULE)
 #: Stages that every layer of a decoder of our own has, in causal order.
 IN_LAYER = tuple(s for s in Stage if s not in (*BEFORE_LAYERS, *AFTER_LAYERS, *SHOWN_BY_ADAPTERS))
 #: Stages whose value covers every cache slot and not only the new tokens.
@@ -82,6 +83,7 @@ LIKELY_CONTRACT: dict[Stage, str] = {
     Stage.CACHE_LEN: "missing or duplicate append: each layer appends each consumed token exactly once",
     Stage.CACHE_K: "cache content: a stored key changed after it was written, or the wrong one is read",
     Stage.CACHE_V: "cache content: a stored value changed after it was written, or the wrong one is read",
+    Stage.MASK: "mask: which slots the new tokens may read",
     Stage.ATTN_WEIGHTS: "mask or scale: attention read the wrong rows of a cache that is right",
     Stage.ATTN_MIX: "attention mix: keys, values and weights, where they are shown, are right",
     Stage.ATTN_OUT: "attention mix or output projection",

@@ -5,8 +5,9 @@ returns. Recording returns the value as it is; planting a fault returns another 
 
 Axes by stage: ``token`` and ``position`` are (batch, new); ``new_q``, ``new_k``, ``new_v`` are
 (batch, head, new, head_dim); ``cache_len`` is (batch,), ``cache_k`` and ``cache_v`` (batch, head, slot,
-head_dim); ``attn_weights`` (batch, head, new, slot); ``attn_mix`` (batch, new, head, head_dim); every other
-stage (batch, new, …), ``logits`` (batch, new, vocab).
+head_dim); ``mask`` (batch, column) of the caller's, or in a layer (batch, 1 or head, new, slot), true or 0 where
+a slot may be read; ``attn_weights`` (batch, head, new, slot); ``attn_mix`` (batch, new, head, head_dim); every
+other stage (batch, new, …), ``logits`` (batch, new, vocab).
 """
 
 from collections.abc import Callable
@@ -50,6 +51,6 @@ _AFTER_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIG
 
 def token_axis(stage: Stage) -> int | None:
     """Return the axis along which a stage's value has one entry for each new token, or none."""
-    if stage in OVER_SLOTS or stage is Stage.CACHE_LEN:
+    if stage in OVER_SLOTS or stage in (Stage.CACHE_LEN, Stage.MASK):
         return None
     return 2 if stage in _AFTER_HEADS else 1

@@ -15,7 +15,6 @@ from kvproof._compare import gap_between, largest
 from kvproof._numerics import value_limit
 from kvproof._stages import OVER_SLOTS, Site, Stage
 from kvproof._trace import Recorder, token_axis
-from kvproof.scenarios import Scenario, longest_sequences
 from kvproof.subjects import Subject
 
 Prefix = tuple[int, ...]
@@ -119,14 +118,14 @@ class LiteralRuns(UncachedRuns):
 
 
 class OnePassRuns(UncachedRuns):
-    """One run for each of a scenario's longest sequences, cut where nothing after it will be asked for.
+    """One run for each of a few longest sequences, cut where nothing after it will be asked for.
 
     Noise is what a run differs by from one over one token less.
     """
 
-    def __init__(self, subject: Subject, scenario: Scenario, until: Prefix | None = None) -> None:
+    def __init__(self, subject: Subject, sequences: Iterable[Prefix], until: Prefix | None = None) -> None:
         super().__init__(subject)
-        self._sequences = longest_sequences(scenario)
+        self._sequences = tuple(sequences)
         self._until = until
 
     def prepare(self, prefixes: Iterable[Prefix]) -> None:

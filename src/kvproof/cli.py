@@ -124,6 +124,12 @@ def milestone(
     show_default=True,
     help="How uncached rows are computed: in one pass after a proof of causality, or each prefix on its own.",
 )
+@click.option(
+    "--certificate/--no-certificate",
+    default=True,
+    show_default=True,
+    help="Plant deliberate faults after a pass, to show that this audit can fail.",
+)
 @click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
 @click.option(
     "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json into this folder."
@@ -140,6 +146,7 @@ def audit(
     skip: tuple[str, ...],
     as_list: bool,
     reference: "Reference",
+    certificate: bool,
     fail_fast: bool,
     quiet: bool,
     **others: Any,
@@ -178,6 +185,7 @@ def audit(
             chosen,
             reference=reference,
             all_values=False,
+            certificate=certificate,
             fail_fast=fail_fast,
             keep_partial=True,
             on_scenario=progress.part,
@@ -211,7 +219,17 @@ def _again(context: click.Context, report: "Report") -> str:
     name = next((s.name for s in report.scenarios if s.verdict.value == "diverged" and not s.advice), None)
     if name is None:
         return ""
-    left_out = {"scenario", "skip", "require", "fail_fast", "report_dir", "as_json", "quiet", "as_list"}
+    left_out = {
+        "scenario",
+        "skip",
+        "require",
+        "certificate",
+        "fail_fast",
+        "report_dir",
+        "as_json",
+        "quiet",
+        "as_list",
+    }
     words = ["kvproof", "audit"]
     for parameter in context.command.params:
         value = context.params[str(parameter.name)]
@@ -224,6 +242,32 @@ def _again(context: click.Context, report: "Report") -> str:
     if name != "causality":  # it comes before every scenario
         words += ["--scenario", name]
     return f"To repeat the first finding alone: {shlex.join(words)}\n"
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
+def faults(as_json: bool) -> None:
+    """List the deliberate faults, what each breaks, and the stages at which it must first show."""
+    import json
+
+    from kvproof._stages import Stage
+    from kvproof.faults import catalogue
+
+    entries = [
+        {
+            "name": fault.name,
+            "breaks": fault.breaks,
+            "stages": [stage for stage in Stage if stage in fault.stages],
+            "program": fault.carrier.__name__,
+            "classes": list(fault.classes),
+        }
+        for fault in catalogue()
+    ]
+    if as_json:
+        print_text(f"{json.dumps(entries, indent=2)}\n")
+        return
+    for entry in entries:
+        click.echo(f"{entry['name']:25} {entry['breaks']} [{', '.join(entry['stages'])}]")
 
 
 @cli.command(context_settings={"show_default": True})

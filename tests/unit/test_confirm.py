@@ -11,15 +11,17 @@ from torch import Tensor
 
 from kvproof import ReferenceSubject, audit, faults, localise
 from kvproof._calls import Layout, TracedCall
-from kvproof._confirm import MOST_PLACES, Confirmation, Outcome, Place, confirm, place_of
+from kvproof._confirm import MOST_CAUSES, Cause, Confirmation, Rerun, cause_of, confirm
 from kvproof._report import Divergence
 from kvproof._stages import IN_LAYER, SHOWN_BY_ADAPTERS, Site, Stage
 from kvproof._trace import Tap
 from kvproof._values import LiteralRuns
 from kvproof.faults import Fault
+from kvproof.faults._plantings import Kept
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Scenario, beam_reorder, chunked, fork, interleaved, rollback, token_by_token
+from kvproof.subjects import Session
 from kvproof.subjects._reference import ReferenceSession
 
 IDS = (1, 5, 3, 2, 7, 9, 4)
@@ -109,6 +111,17 @@ def test_values_are_put_in_their_place_in_every_session_call_and_batch_row(
     assert (divergence.confirmed, divergence.introduced) == (True, ("new_v of layer 1",))
 
 
+def test_what_a_session_keeps_wrong_is_confirmed_where_it_is_read(subject: ReferenceSubject):
+    """The fault acts between calls, and no tap sees it: what is read is put right in every call after it."""
+
+    def change(layers: tuple[dict[str, Tensor], ...], session: Session) -> None:
+        layers[1]["k"] = layers[1]["k"] + 0.5
+
+    fault = Fault(name="kept", breaks="keys", first_stage=Stage.CACHE_K, plant=lambda: Kept(change))
+    divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
+    assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))
+
+
 def test_what_cancels_in_the_logits_is_confirmed_by_every_value(subject: ReferenceSubject):
     """With the first of two cancelling errors put right the logits differ, and with both every value agrees."""
     divergence = found(subject, token_by_token(SEQUENCES[0]), faults.cancelling_pair())
@@ -134,8 +147,8 @@ def test_more_places_than_the_bound_are_not_confirmed(deep: ReferenceSubject):
     sites = [Site(stage, layer) for layer in range(4) for stage in stages]
     divergence = found(deep, token_by_token(IDS[:4]), wrong_at(*sites))
     assert not divergence.confirmed
-    assert divergence.introduced == tuple(map(str, sites[:MOST_PLACES]))
-    fewer = found(deep, token_by_token(IDS[:4]), wrong_at(*sites[:MOST_PLACES]))
+    assert divergence.introduced == tuple(map(str, sites[:MOST_CAUSES]))
+    fewer = found(deep, token_by_token(IDS[:4]), wrong_at(*sites[:MOST_CAUSES]))
     assert (fewer.confirmed, fewer.introduced) == (True, divergence.introduced)
 
 
@@ -261,29 +274,29 @@ def test_a_value_that_is_always_wrong_is_confirmed_in_any_program(data: st.DataO
 SITE, OTHER = Site(Stage.NEW_Q, 0), Site(Stage.NEW_Q, 1)
 
 
-def place(site: Site) -> Place:
-    return Place(site=site, put_at=frozenset({site}))
+def place(site: Site) -> Cause:
+    return Cause(site=site, put_at=frozenset({site}))
 
 
 def test_a_place_that_is_found_again_ends_the_search():
     """A value that stays wrong where it was put right, as NaN on both sides does, would be found for ever."""
     asked: list[int] = []
 
-    def rerun(places: object) -> Outcome:
+    def rerun(places: object) -> Rerun:
         asked.append(1)
-        return Outcome(agrees=False, next_place=place(SITE))
+        return Rerun(agrees=False, next_cause=place(SITE))
 
     assert confirm(place(SITE), rerun) == Confirmation(confirmed=False, introduced=(place(SITE),))
     assert len(asked) == 1
 
 
 def test_a_place_at_which_nothing_can_be_put_is_named_and_not_tried():
-    nowhere = Place(site=OTHER, put_at=frozenset())
+    nowhere = Cause(site=OTHER, put_at=frozenset())
 
-    def rerun(places: list[Place]) -> Outcome:
+    def rerun(places: list[Cause]) -> Rerun:
         if nowhere in places:
             raise AssertionError("there is nothing to run")
-        return Outcome(agrees=False, next_place=nowhere)
+        return Rerun(agrees=False, next_cause=nowhere)
 
     assert confirm(place(SITE), rerun) == Confirmation(confirmed=False, introduced=(place(SITE), nowhere))
     assert str(nowhere) == "new_q of layer 1"
@@ -300,7 +313,7 @@ def test_a_length_that_feeds_nothing_shown_has_no_place(subject: ReferenceSubjec
     (token,) = call.layout.tokens
     comparison = call.comparison(run, Site(Stage.CACHE_LEN, 0), token)
     assert comparison is not None
-    assert place_of(call, run, comparison) == Place(site=Site(Stage.CACHE_LEN, 0), put_at=frozenset())
+    assert cause_of(call, run, comparison) == Cause(site=Site(Stage.CACHE_LEN, 0), put_at=frozenset())
 
 
 def test_padding_is_no_token_and_an_earlier_chunk_ends_where_the_next_begins():

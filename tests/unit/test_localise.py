@@ -76,13 +76,11 @@ def test_one_pass_runs_each_longest_sequence_once_and_no_further_than_asked(
 
     monkeypatch.setattr(ReferenceSubject, "_rows", counted)
     sequence = tuple(SEQUENCES[0])
-    runs = OnePassRuns(subject, token_by_token(sequence))
+    runs = OnePassRuns(subject, [sequence])
     for length in range(1, len(sequence) + 1):
         assert runs.over(sequence[:length]).ids == sequence
     assert lengths == [len(sequence), len(sequence) - 1], "one pass, and one for the noise"
-    assert (
-        OnePassRuns(subject, token_by_token(sequence), until=sequence[:2]).over(sequence[:1]).ids == sequence[:2]
-    )
+    assert OnePassRuns(subject, [sequence], until=sequence[:2]).over(sequence[:1]).ids == sequence[:2]
 
 
 def test_a_prefix_consumed_twice_does_not_end_the_search_early(subject: ReferenceSubject):

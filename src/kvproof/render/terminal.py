@@ -11,7 +11,17 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from kvproof._ledger import MarginVerdict, Step
-from kvproof._report import Divergence, FaultResult, Milestone, Report, RunPair, ScenarioResult, Verdict
+from kvproof._report import (
+    Certificate,
+    Divergence,
+    FaultResult,
+    Milestone,
+    Outcome,
+    Report,
+    RunPair,
+    ScenarioResult,
+    Verdict,
+)
 from kvproof._text import printable
 
 _STYLE = {
@@ -92,6 +102,8 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
         yield _cache_trace(result)
     if report.faults:
         yield _failures(report.faults)
+    if report.certificate is not None:
+        yield from _certificate(report.certificate)
     if result is not None:
         yield _refusals(result)
         yield _memory(result)
@@ -241,6 +253,31 @@ def _failures(faults: tuple[FaultResult, ...]) -> Table:
             text,
         )
     return table
+
+
+def _certificate(certificate: Certificate) -> Iterator[RichText]:
+    """Say what the audit saw of faults planted on purpose."""
+    num = {outcome: certificate.number(outcome) for outcome in Outcome}
+    text = (
+        f"certificate: of {len(certificate.mutants)} planted faults ({certificate.dtype}) "
+        f"{num[Outcome.CAUGHT]} changed a row and were caught, {certificate.num_right} of them at the right stage"
+    )
+    others = {
+        Outcome.RAISED: "made the decoder raise",
+        Outcome.HIDDEN: "changed values and no row",
+        Outcome.EQUIVALENT: "changed nothing here",
+    }
+    text += "".join(f"; {num[outcome]} {words}" for outcome, words in others.items() if num[outcome])
+    yield Text(f"{text}.")
+    if certificate.margin is not None:
+        yield Text(f"the smallest gap caught is {certificate.margin:.0e} × the largest without a fault")
+    for change in certificate.smallest_changes:
+        seen = "not seen" if change.value is None else f"seen from {change.value:.0e} on"
+        what = "key" if change.tensor == "k" else "state"
+        yield Text(f"a relative change of layer {change.layer}'s newest {what}, in {change.dtype} alone: {seen}")
+    if certificate.problem is not None:
+        yield Text(f"vacuous: {certificate.problem}", style=_STYLE[Verdict.VACUOUS])
+    yield Text()
 
 
 def _found(scenario: ScenarioResult) -> str | None:

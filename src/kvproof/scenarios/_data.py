@@ -14,6 +14,7 @@ class Ability(StrEnum):
     CAST = "cast"  #: give the same decoder in another dtype
     TAP = "tap"  #: show and replace intermediate values
     INSPECT = "inspect"  #: show the cache's tensors
+    EDIT = "edit"  #: let the cache's tensors be replaced between calls
     BATCH = "batch"  #: several rows in one session
     CROP = "crop"  #: forget the newest tokens
     FORK = "fork"  #: continue one prefix twice

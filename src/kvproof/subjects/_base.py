@@ -318,9 +318,24 @@ class Session(ABC):
 
     @final
     def cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
-        """Return each layer's tensors by name; for attention ``k`` and ``v``, (batch, head, slot, head_dim)."""
+        """Return each layer's tensors by name, the batch on axis 0 of each; a layer that keeps nothing has none.
+
+        Attention keeps ``k`` and ``v``, (batch, head, slot, head_dim); recurrent layers keep ``conv``, the last
+        inputs of a convolution along its last axis, and ``state``. Others have names of their own.
+        """
         self.subject.require(Ability.INSPECT)
         return at_the_seam(self._cache_tensors)
+
+    @final
+    def edit(self, change: Callable[[tuple[dict[str, Tensor], ...]], None]) -> None:
+        """Let ``change`` replace tensors of the cache, by layer and name: how deliberate faults break it.
+
+        It must not write into the tensors that it is given: they may be another session's too.
+        """
+        self.subject.require(Ability.EDIT)
+        layers = tuple(dict(layer) for layer in self.cache_tensors())
+        change(layers)
+        at_the_seam(lambda: self._put_tensors(layers))
 
     @abstractmethod
     def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Float[Tensor, "batch new vocab"]: ...
@@ -340,8 +355,11 @@ class Session(ABC):
     def _poison(self) -> int:
         raise AbilityError(f"a cache of {self.subject.info.name} has no slots without a token")
 
-    @abstractmethod
-    def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]: ...
+    def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
+        raise AbilityError(f"a cache of {self.subject.info.name} shows no tensors")
+
+    def _put_tensors(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
+        raise AbilityError(f"a cache of {self.subject.info.name} takes no tensors")
 
 
 def at_the_seam(call: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
 """The adapter for the reference decoder."""
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,7 @@ _ABILITIES = (
     Ability.CAST,
     Ability.TAP,
     Ability.INSPECT,
+    Ability.EDIT,
     Ability.BATCH,
     Ability.CROP,
     Ability.FORK,
@@ -128,3 +130,9 @@ class ReferenceSession(Session):
 
     def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
         return tuple({"k": layer.keys, "v": layer.values} for layer in self.cache.layers)
+
+    def _put_tensors(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
+        """Put entries in place as they are; the next call refuses those of a wrong number."""
+        kept = zip(self.cache.layers, layers, strict=True)
+        changed = (dataclasses.replace(old, keys=new["k"], values=new["v"]) for old, new in kept)
+        self.cache = dataclasses.replace(self.cache, layers=tuple(changed))

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from kvproof._stages import Site, Stage
 from kvproof._trace import Tap
 from kvproof.subjects._transformers._taps import layer_of
 
 Attention = Callable[..., Any]
+
+#: Layers of a cache that keep every token; others keep a window, or a buffer, by design.
+_KEEP_EVERYTHING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")
 
 
 @contextmanager
@@ -114,7 +116,7 @@ class _Watch:
         kept = self._cache_layer(own, key)
         layer, label = self._place(module, own)
         num_slots = key.shape[2]
-        if self.cache is None or type(kept) is DynamicLayer:  # others keep a window, or a buffer, by design
+        if self.cache is None or type(kept).__name__ in _KEEP_EVERYTHING:
             self.tap(Site(Stage.CACHE_LEN, layer, label), torch.full((len(query),), num_slots))
         query = self.tap(Site(Stage.NEW_Q, layer, label), query)
         written = _num_written(kept)
@@ -123,12 +125,31 @@ class _Watch:
         value = self._new(Site(Stage.NEW_V, layer, label), value, end)
         key = self.tap(Site(Stage.CACHE_K, layer, label), key)
         value = self.tap(Site(Stage.CACHE_V, layer, label), value)
+        rest, options = self._masked(Site(Stage.MASK, layer, label), query, num_slots, rest, options)
         output, *others = original(module, query, key, value, *rest, **options)
         if others and isinstance(others[0], Tensor) and others[0].shape[-2:] == (self.shape[1], key.shape[2]):
             others[0] = self.tap(Site(Stage.ATTN_WEIGHTS, layer, label), others[0])
         if tuple(output.shape[:2]) == self.shape:
             output = self.tap(Site(Stage.ATTN_MIX, layer, label), output)
         return (output, *others)
+
+    def _masked(
+        self, site: Site, query: Tensor, num_slots: int, rest: list[Any], options: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Show the layer's mask; where it has none, one that says the same, used only if it is changed."""
+        given = rest[0] if rest else options.get("attention_mask")
+        if given is None:
+            visible = torch.ones(len(query), 1, self.shape[1], num_slots, dtype=torch.bool, device=query.device)
+            hidden = visible.tril(num_slots - self.shape[1]).logical_not()
+            mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, torch.finfo(query.dtype).min)
+        elif isinstance(given, Tensor) and given.dim() == 4:
+            mask = given
+        else:
+            return rest, options
+        changed = self.tap(site, mask)
+        if changed is mask:
+            return rest, options
+        return ([changed, *rest[1:]], options) if rest else (rest, {**options, "attention_mask": changed})
 
     def _place(self, module: Any, own: Any) -> tuple[int | None, str | None]:
         """Return the layer's number, and a label where that alone does not tell this call from others."""

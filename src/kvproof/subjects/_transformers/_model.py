@@ -20,6 +20,7 @@ from kvproof._digest import weights_digest
 from kvproof._errors import AbilityError, SubjectError, UsageError
 from kvproof._float64 import TrueFloat64
 from kvproof._report import SubjectInfo
+from kvproof._stages import Site, Stage
 from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
 from kvproof.subjects._base import Generated, Opening, Session, Subject
@@ -139,14 +140,35 @@ class TransformersSubject(Subject):
             if self.model.dtype is torch.float64:
                 stack.enter_context(TrueFloat64())
             if tap is not untouched:
+                arguments = self._shown(tap, arguments)
                 shape = tuple(arguments["input_ids"].shape)
                 cache = arguments.get(self.cache_argument)
                 stack.enter_context(tapped(self.model, tap, shape))
                 stack.enter_context(attention_tapped(self.model, tap, shape, cache))
             return call(**arguments)
 
+    def _shown(self, tap: Tap, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Hand what a call is given to the tap: tokens, positions and the caller's mask of padding.
+
+        Without a cache positions are the model's own, and shown as it counts them.
+        """
+        ids, positions, mask = (arguments.get(n) for n in ("input_ids", "position_ids", "attention_mask"))
+        assert isinstance(ids, Tensor)
+        shown = {**arguments, "input_ids": tap(Site(Stage.TOKEN), ids)}
+        if positions is None and self.takes_positions and not arguments.get(self.cache_switch):
+            positions = _positions.positions(torch.ones_like(ids), ids, self.padding_position)
+        if isinstance(positions, Tensor) and positions.shape == ids.shape:
+            changed = tap(Site(Stage.POSITION), positions)
+            if changed is not positions:
+                shown["position_ids"] = changed
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            shown["attention_mask"] = tap(Site(Stage.MASK), mask)
+        return shown
+
     def _abilities(self) -> Iterator[Ability]:
         yield from (Ability.CAST, Ability.TAP, Ability.BATCH, Ability.FORK)
+        if self._keeps_library_cache():
+            yield from (Ability.INSPECT, Ability.EDIT)
         cache = self.new_cache(1)
         if not self.stateful_modules:
             if any(hasattr(cache, name) for name in _SELECTIONS):
@@ -273,18 +295,19 @@ class TransformersSession(Session):
         if subject.takes_cache_positions:
             columns = _states.cache_positions(subject.cache_argument, subject.config, start, num_new)
             arguments["cache_position"] = columns.to(device)
-        before = _states.fingerprint(self.cache)
+        before, held = _states.fingerprint(self.cache), _states.cache_len(self.cache) or 0
         _states.put_module_state(subject.stateful_modules, self.module_state)
         output = subject.forward(tap, **arguments)
         self.module_state = _states.take_module_state(subject.stateful_modules)
         self.cache = _returned_cache(output, self.cache)
-        self._check_growth(before, total)
+        self._check_growth(before, held + num_new)
         self.num_columns = total
         self.owes_crop = self.records_past
         logits: Tensor = output.logits
         return logits
 
     def _check_growth(self, before: list[tuple[Tensor, int]], total: int) -> None:
+        """Hold the cache's own count against what it held and was fed; deliberate faults change what it holds."""
         grown = _states.cache_len(self.cache)
         if grown is not None and grown != total:
             raise SubjectError(f"the call was not a cached one: the cache holds {grown} tokens, not {total}")
@@ -338,7 +361,10 @@ class TransformersSession(Session):
         self.owes_crop = False
 
     def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
-        raise AbilityError("a transformers cache is not shown yet")
+        return _states.held(self.cache)
+
+    def _put_tensors(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
+        _states.put(self.cache, layers)
 
 
 def _returned_cache(output: Any, fed: Any) -> Any:

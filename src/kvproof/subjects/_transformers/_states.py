@@ -6,7 +6,8 @@ file (minimax and xlstm; before 5.0 most recurrent ones). recurrent_gemma keeps 
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -144,3 +145,41 @@ def cache_positions(argument: str, config: Any, start: int, num_new: int) -> Ten
         # These caches tell a prompt from a step by this length alone, whatever the prompt's.
         return torch.arange(int(config.conv_kernel))
     return torch.arange(start, start + num_new)
+
+
+#: Attributes of a cache's layer that hold tensors, and what they are called.
+_HELD: Final = (("k", "keys"), ("v", "values"), ("index_k", "indexer_keys"))
+#: The same of tensors by their number.
+_NUMBERED: Final = (("conv", "conv_states"), ("state", "recurrent_states"))
+
+
+def held(cache: Any) -> tuple[dict[str, Tensor], ...]:
+    """Return what each layer of a library's cache holds, by name."""
+    return tuple({name: read() for name, read, _ in _places(layer)} for layer in _layers(cache))
+
+
+def put(cache: Any, layers: Sequence[Mapping[str, Tensor]]) -> None:
+    """Put tensors where `held` found others."""
+    for layer, tensors in zip(_layers(cache), layers, strict=True):
+        for name, read, write in _places(layer):
+            if tensors[name] is not read():
+                write(tensors[name])
+
+
+def _layers(cache: Any) -> Sequence[Any]:
+    layers: Sequence[Any] = getattr(cache, "self_attention_cache", cache).layers
+    return layers
+
+
+def _places(layer: Any) -> Iterator[tuple[str, Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """Yield the name of each tensor that a layer holds, and how it is read and written."""
+    for name, attribute in _HELD:
+        value = getattr(layer, attribute, None)
+        if isinstance(value, Tensor) and value.numel():
+            yield name, partial(getattr, layer, attribute), partial(setattr, layer, attribute)
+    for name, attribute in _NUMBERED:
+        for number, value in dict(getattr(layer, attribute, None) or {}).items():
+            if isinstance(value, Tensor) and value.numel():
+                states = getattr(layer, attribute)
+                label = f"{name}_{number}" if number else name
+                yield label, partial(states.__getitem__, number), partial(states.__setitem__, number)

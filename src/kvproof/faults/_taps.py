@@ -1,13 +1,10 @@
-"""Deliberate faults: the cached path broken in one place, to prove that the audit can fail.
+"""Faults in values, planted with taps alone: for decoders that show the stage at which they act.
 
-A fault is planted with a tap, so it works on any subject that can be tapped. Each declares the stage at
-which it must first show. Planting gives a maker of taps, one for each session that opens; sessions of one
-planting share what the fault shares.
+What they do to a cache they do to what attention reads of it, at every call again.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,24 +12,8 @@ from torch import Tensor
 
 from kvproof._errors import UsageError
 from kvproof._stages import IN_LAYER, OVER_SLOTS, Site, Stage
-from kvproof._trace import Tap, token_axis, untouched
-
-MakeTap = Callable[[], Tap]
-
-
-def no_fault() -> Tap:
-    """Make the tap of a session without a fault."""
-    return untouched
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A way to break the cached path."""
-
-    name: str
-    breaks: str  #: the contract, in words
-    first_stage: Stage
-    plant: Callable[[], MakeTap]
+from kvproof._trace import token_axis
+from kvproof.faults._base import Fault, MakeTap
 
 
 class _FaultTap(ABC):

@@ -1,0 +1,269 @@
+"""The certificate: deliberate faults on this subject and these tokens, and what the audit sees of them.
+
+A check that never rejects a broken cache is weak evidence. So every fault of the catalogue is planted wherever
+the subject lets it be, in short programs of its own; a row is held against the same uncached row, by the same
+limit, as in the audit. Uncached values are computed once for all of them, and a fault is dropped as soon as a
+row and a value differ.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvproof._calls import Layout, TracedCall
+from kvproof._compare import Evidence, gap_between, judge, largest
+from kvproof._errors import KvproofError
+from kvproof._localise import AgainstTheRun, compared, traced_calls
+from kvproof._programs import Row, run_program
+from kvproof._report import Certificate, Mutant, Outcome, SmallestChange, Tolerance
+from kvproof._stages import Site, Stage
+from kvproof._uncached import Prefix, Rung, Uncached
+from kvproof._values import LiteralRuns, OnePassRuns, UncachedRuns
+from kvproof.faults import CatalogueFault, Ground, Place, Planting, catalogue, smallest, survey
+from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
+from kvproof.subjects import Session
+
+#: So many tokens are enough to plant every fault, and to pass a short window.
+MOST_TOKENS = 16
+#: Steps of the bisection between no change and a change of the entry's own size.
+_NUM_HALVINGS = 16
+_LEAST_CHANGE = 1e-16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """What one run of a program came to."""
+
+    gap: float  #: relative to the row's scale; the first that is beyond the limit, or the largest
+    differs: bool
+    site: Site | None
+    reason: str | None
+
+
+class Certifier:
+    """Plants faults in one subject, at the highest rung there is."""
+
+    def __init__(self, uncached: Uncached, tolerance: Tolerance, sequence: Prefix, other: Prefix) -> None:
+        self.uncached = uncached
+        self.tolerance = tolerance
+        self.rung: Rung = uncached.exact or uncached.top or uncached.declared
+        self.ground = survey(self.rung.subject, sequence, other)
+        self.programs: dict[tuple[str, int], Scenario] = {}
+        self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
+        self._clean: dict[Scenario, _Trial] = {}
+        self._prompts: dict[tuple[Extend, int, frozenset[Ability]], Session] = {}
+
+    def certificate(self, on_fault: Callable[[str], None] = lambda name: None) -> Certificate:
+        """Plant everything and say what came of it."""
+        faults = catalogue()
+        not_planted: list[tuple[str, str]] = []
+        chosen: list[tuple[CatalogueFault, list[Place]]] = []
+        for fault in faults:
+            places = list(self._places(fault))
+            reason = self._why_not(fault, places)
+            if reason is not None:
+                not_planted.append((fault.name, reason))
+            else:
+                chosen.append((fault, places))
+        self._prepare([self._program(fault, place) for fault, places in chosen for place in places])
+        mutants: list[Mutant] = []
+        for fault, places in chosen:
+            on_fault(fault.name)
+            broken = [p for p in places if self._clean_trial(self._program(fault, p)).reason is not None]
+            if broken:
+                reason = self._clean_trial(self._program(fault, broken[0])).reason
+                not_planted.append((fault.name, f"its program fails without a fault: {reason}"))
+                continue
+            mutants += (self._mutant(fault, place) for place in places)
+        clean = largest(trial.gap for trial in self._clean.values() if trial.reason is None)
+        caught = [mutant.gap for mutant in mutants if mutant.outcome is Outcome.CAUGHT]
+        return Certificate(
+            dtype=self.rung.subject.info.dtype,
+            sequence=self.ground.sequence,
+            mutants=tuple(mutants),
+            not_planted=tuple(not_planted),
+            clean_gap=clean,
+            margin=min(caught) / max(clean, 2.0**-53) if caught else None,
+            smallest_changes=tuple(self._smallest_changes()),
+            problem=_problem(mutants, faults, self.ground),
+        )
+
+    def _places(self, fault: CatalogueFault) -> Iterator[Place]:
+        num = len(self.ground.sequence)
+        late = num - 4
+        positions = (late,) if fault.late else tuple(dict.fromkeys((2, max(2, late))))
+        for layer in fault.layers(self.ground):
+            for position in positions:
+                yield Place(layer=layer, position=position, ground=self.ground)
+
+    def _why_not(self, fault: CatalogueFault, places: Sequence[Place]) -> str | None:
+        """Return why a fault cannot be planted, or None."""
+        able = set(self.rung.subject.info.abilities)
+        needed = fault.carrier(self.ground.sequence, self.ground.other, 2).needs
+        needed |= {Ability.EDIT} if fault.keeps else set()
+        missing = sorted(ability.value for ability in needed - able)
+        if missing:
+            return f"the subject lacks the ability: {', '.join(missing)}"
+        return None if places else "the subject has no place for it"
+
+    def _program(self, fault: CatalogueFault, place: Place) -> Scenario:
+        key = (fault.carrier.__name__, place.position)
+        if key not in self.programs:
+            self.programs[key] = fault.carrier(self.ground.sequence, self.ground.other, place.position)
+        return self.programs[key]
+
+    def _prepare(self, programs: Sequence[Scenario]) -> None:
+        """Share uncached runs among all programs, where a run over a longer sequence serves its prefixes."""
+        if self.uncached.reference == "one-pass":
+            wanted = {sequence for program in programs for sequence in longest_sequences(program)}
+            whole = [s for s in wanted if not any(o != s and o[: len(s)] == s for o in wanted)]
+            self.runs = OnePassRuns(self.rung.subject, sorted(whole))
+
+    def _clean_trial(self, program: Scenario) -> _Trial:
+        """Run a program without a fault: what differs then is no fault's doing."""
+        if program not in self._clean:
+            trial = self._trial(program, Planting())
+            if trial.differs:
+                trial = _Trial(
+                    gap=trial.gap, differs=True, site=trial.site, reason="its rows differ all the same"
+                )
+            self._clean[program] = trial
+        return self._clean[program]
+
+    def _mutant(self, fault: CatalogueFault, place: Place) -> Mutant:
+        trial = self._trial(self._program(fault, place), fault.plant(place))
+        if trial.reason is not None:
+            outcome = Outcome.RAISED
+        elif trial.differs:
+            outcome = Outcome.CAUGHT
+        else:
+            outcome = Outcome.EQUIVALENT if trial.site is None else Outcome.HIDDEN
+        return Mutant(
+            fault=fault.name,
+            layer=place.layer,
+            position=place.position,
+            outcome=outcome,
+            where=None if trial.site is None else str(trial.site),
+            right_stage=None if trial.site is None else self._is_right(fault, place, trial.site),
+            gap=trial.gap,
+            reason=trial.reason,
+        )
+
+    def _trial(self, program: Scenario, planting: Planting) -> _Trial:
+        judge = AgainstTheRun(self.runs)
+        first, differs, gap, reason = None, False, 0.0, None
+        try:
+            for rows, trace in traced_calls(self.rung.subject, program, planting, self._prompted(program)):
+                if any(len(row.prefix) == row.offset + 1 for row in rows):
+                    continue  # faults act on a warm cache: a prompt's values are what they were without one
+                call = TracedCall(self.runs, Layout.of(rows, trace), trace)
+                _, found = compared(judge, call, search=first is None)
+                first = first or found
+                for row in rows if not differs else ():
+                    run = self.runs.over(row.prefix)
+                    own = gap_between(run.logits[len(row.prefix) - 1], row.logits)
+                    gap = largest((gap, own.size / own.scale if own.scale else own.size))
+                    differs = differs or run.logits_differ(len(row.prefix), row.logits)
+                if first and differs:
+                    break
+        except KvproofError as error:
+            reason = str(error).splitlines()[0]
+        site = None if first is None else first.comparison.site
+        return _Trial(gap=gap, differs=differs, site=site, reason=None if differs else reason)
+
+    def _prompted(self, program: Scenario) -> Session | None:
+        """Return a session that has run the program's prompt, the same for all faults."""
+        prompt = program.operations[0]
+        if not isinstance(prompt, Extend) or Ability.FORK not in self.rung.subject.info.abilities:
+            return None
+        key = (prompt, program.batch, program.needs)
+        if key not in self._prompts:
+            session = self.rung.subject.session(batch=program.batch, needs=program.needs)
+            session.extend(prompt.ids)
+            self._prompts[key] = session
+        return self._prompts[key]
+
+    def _is_right(self, fault: CatalogueFault, place: Place, site: Site) -> bool:
+        """Return whether a fault shows first where it must; modules stand for what is not shown."""
+        if place.layer is not None and site.layer != place.layer:
+            return False
+        shown = {s.stage for s in self.ground.shown if place.layer is None or s.layer == place.layer}
+        return site.stage in fault.stages or (site.stage is Stage.MODULE and not fault.stages & shown)
+
+    def _smallest_changes(self) -> Iterator[SmallestChange]:
+        """Find by bisection the smallest change of one entry that shows, in each dtype."""
+        entry = smallest.entry(self.ground)
+        if entry is None:
+            return
+        layer, tensor = entry
+        place = Place(layer=layer, position=max(2, len(self.ground.sequence) - 4), ground=self.ground)
+        program = smallest.program(place)
+        for rung in dict.fromkeys((self.rung, self.uncached.declared)):
+            is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
+
+            def seen(change: float, rung: Rung = rung, is_wrong: Callable[[Row], bool] = is_wrong) -> bool:
+                calls = run_program(rung.subject, program, smallest.planting(place, tensor, change))
+                return any(is_wrong(row) for call in calls for row in call.rows)
+
+            if seen(0.0):
+                continue  # what this dtype does by itself hides any change
+            yield SmallestChange(
+                dtype=rung.subject.info.dtype,
+                layer=layer,
+                tensor=tensor,
+                position=place.position - 1,
+                value=_bisected(seen),
+            )
+
+    def _is_beyond_limit(self, row: Row) -> bool:
+        return self.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)
+
+    def _is_beyond_rounding(self, row: Row) -> bool:
+        """Return whether a row is wrong in the declared dtype, were there no gap in float64."""
+        expected, truth = self.uncached.row(row.prefix), self.uncached.row_of(self.rung, row.prefix)
+        gap = gap_between(expected, row.logits)
+        evidence = Evidence(
+            gap=gap.size,
+            allowed=self.tolerance.allowed(gap.scale),
+            noise=self.uncached.noise(len(row.prefix)),
+            top_gap=0.0,
+            top_noise=0.0,
+            top_scale=gap.scale,
+            uncached_error=self.uncached.error(len(row.prefix)),
+            cached_error=gap_between(truth, row.logits).size,
+        )
+        if evidence.hangs_on_sampling and self.uncached.top is not None:
+            evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(row.prefix))
+        return not judge(evidence)[0].passes
+
+
+def _bisected(seen: Callable[[float], bool]) -> float | None:
+    """Return the smallest change that is seen, to within a factor that the number of halvings gives."""
+    low, high = math.log10(_LEAST_CHANGE), 0.0
+    if not seen(1.0):
+        return None
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if seen(10.0**middle) else (middle, high)
+    return float(10.0**high)
+
+
+def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: Ground) -> str | None:
+    """Return why the audit could not be shown able to fail.
+
+    Something must have been caught, and in every layer that keeps something a fault in what it keeps: else the
+    audit would not see that layer's cache.
+    """
+    caught = {Outcome.CAUGHT, Outcome.RAISED}
+    if not any(mutant.outcome is Outcome.CAUGHT for mutant in mutants):
+        return "no planted fault changed a row of logits"
+    kept = {fault.name for fault in faults if fault.keeps}
+    blind = [
+        layer
+        for layer in ground.keeping()
+        if not any(m.layer == layer and m.outcome in caught and m.fault in kept for m in mutants)
+    ]
+    if blind:
+        return f"no fault in what layer {', '.join(map(str, blind))} keeps changed a row of logits"
+    return None

@@ -1,0 +1,70 @@
+"""What a fault is, and how one is planted: in values through taps, in what is kept between calls by sessions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvproof._stages import Stage
+from kvproof._trace import Tap, untouched
+from kvproof.subjects import Session
+
+MakeTap = Callable[[], Tap]
+
+
+def no_fault() -> Tap:
+    """Make the tap of a session without a fault."""
+    return untouched
+
+
+class Planting:
+    """One planting of a fault in one run: how taps are made, and how operations are carried out.
+
+    Every session that opens, and every forward inside a library's ``generate()``, gets a tap of its own. As it
+    stands, operations are carried out as they should be.
+    """
+
+    def __init__(self, make_tap: MakeTap = no_fault) -> None:
+        self.make_tap = make_tap
+
+    def __call__(self) -> Tap:
+        """Make a tap."""
+        return self.make_tap()
+
+    def after_call(self, session: Session) -> None:
+        """Act on what a session keeps, after a call that extended it."""
+
+    def crop(self, session: Session, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        session.crop(length)
+
+    def reorder(self, session: Session, rows: Sequence[int]) -> None:
+        """Let batch row i continue what was row ``rows[i]``."""
+        session.reorder(rows)
+
+    def fork(self, session: Session, tap: Tap) -> Session:
+        """Return a session that continues from this one's state."""
+        return session.fork(tap=tap)
+
+    def reset(self, session: Session) -> None:
+        """Forget everything."""
+        session.reset()
+
+    def under(self, wrap: Callable[[Tap], Tap]) -> "Planting":
+        """Wrap each tap that is made from now on, as a recorder wraps one; return the planting."""
+        make_tap = self.make_tap
+        self.make_tap = lambda: wrap(make_tap())
+        return self
+
+
+def as_planting(make_tap: MakeTap) -> Planting:
+    """Return a planting as it is, and a maker of taps as a planting in values alone."""
+    return make_tap if isinstance(make_tap, Planting) else Planting(make_tap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A way to break the cached path. ``plant`` returns a new `Planting`, or a maker of taps alone."""
+
+    name: str
+    breaks: str  #: the contract, in words
+    first_stage: Stage
+    plant: Callable[[], MakeTap]

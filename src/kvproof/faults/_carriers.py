@@ -1,0 +1,105 @@
+"""The short programs in which faults are planted: a prompt of ``position`` tokens, and what comes after it."""
+
+from collections.abc import Callable, Sequence
+
+from kvproof.scenarios import Ability, Crop, Extend, Fork, Open, Operation, Reorder, Reset, Scenario
+
+#: Makes a program from two sequences of one length, at least 4, and the length of its prompt.
+Carrier = Callable[[Sequence[int], Sequence[int], int], Scenario]
+
+#: Tokens fed one by one after the prompt: a fault that has not shown by then hides.
+_NUM_STEPS = 3
+
+
+def steps(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Step after a prompt."""
+    return _program("steps", _fed(a[:position], *_each(a[position : position + _NUM_STEPS])))
+
+
+def block(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Feed a block on the warm cache."""
+    return _program("block", _fed(a[:position], a[position : position + _NUM_STEPS]))
+
+
+def batch(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Step two rows of one length."""
+    return _rows("batch", (a[:position], b[:position]), a, b, position)
+
+
+def padded(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Step two rows, the second padded on the left by one token."""
+    return _rows("padded batch", (a[:position], b[: position - 1]), a, b, position)
+
+
+def rollback(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Take tokens back, and go on with others."""
+    end = min(position + 2, len(a) - 1)
+    later = _fed(*_each(b[position : position + 2]))
+    return _program("rollback", [*_fed(a[:end]), Crop(length=position), *later], Ability.CROP)
+
+
+def beams(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Let two rows take each other's place."""
+    operations: list[Operation] = [
+        Extend(ids=(tuple(a[:position]), tuple(b[:position]))),
+        Reorder(rows=(1, 0)),
+        Extend(ids=((a[position],), (b[position],))),
+    ]
+    return _program("beams", operations, Ability.BATCH, Ability.REORDER, batch=2)
+
+
+def branches(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Continue one prompt twice."""
+    return _program("fork", [*_fed(a[:position]), Fork(), *_turns(a, b, position)], Ability.FORK)
+
+
+def requests(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Run two requests in turns."""
+    prompts = [*_fed(a[:position]), Extend(ids=(tuple(b[:position]),), session=1)]
+    return _program("two requests", [Open(), *prompts, *_turns(a, b, position)])
+
+
+def reuse(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Start again with another prompt."""
+    later = _fed(a[:position], *_each(a[position : position + 2]))
+    return _program("reuse", [*_fed(b[:position]), Reset(), *later])
+
+
+def _fed(*parts: Sequence[int]) -> list[Operation]:
+    """Return a call for each part."""
+    return [Extend(ids=(tuple(part),)) for part in parts]
+
+
+def _each(ids: Sequence[int]) -> list[Sequence[int]]:
+    return [(token,) for token in ids]
+
+
+def _turns(a: Sequence[int], b: Sequence[int], position: int) -> list[Operation]:
+    """Step both sessions in turns; the second takes other tokens, so that what leaks from it shows."""
+    turns: list[Operation] = []
+    for own, other in zip(a[position : position + 2], b[position : position + 2], strict=True):
+        turns += [Extend(ids=((own,),)), Extend(ids=((other,),), session=1)]
+    return turns
+
+
+def _rows(
+    name: str, prompts: Sequence[Sequence[int]], a: Sequence[int], b: Sequence[int], position: int
+) -> Scenario:
+    starts = [len(prompt) for prompt in prompts]
+    num_steps = min(2, len(a) - position)
+    more: list[Operation] = [
+        Extend(ids=tuple((row[start + step],) for row, start in zip((a, b), starts, strict=True)))
+        for step in range(num_steps)
+    ]
+    ragged = (Ability.PAD,) if len(set(starts)) > 1 else ()
+    return _program(name, [Extend(ids=tuple(map(tuple, prompts))), *more], Ability.BATCH, *ragged, batch=2)
+
+
+def _program(name: str, operations: Sequence[Operation], *needs: Ability, batch: int = 1) -> Scenario:
+    return Scenario(
+        name=name,
+        exposes="a planted fault",
+        operations=tuple(operations),
+        needs=frozenset(needs),
+        batch=batch,
+    )

@@ -1,0 +1,24 @@
+"""What a kind of fault of the catalogue says of itself."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvproof._stages import Stage
+from kvproof.faults._base import Planting
+from kvproof.faults._carriers import Carrier
+from kvproof.faults._ground import Ground, Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueFault:
+    """A kind of fault, on any subject that lets it be planted."""
+
+    name: str
+    breaks: str  #: the contract, in words
+    classes: tuple[str, ...]  #: of public cache bugs, those that it stands for
+    stages: frozenset[Stage]  #: at one of which it must first show; elsewhere modules alone can show it
+    carrier: Carrier
+    layers: Callable[[Ground], Iterable[int | None]]  #: where it can be planted; none for no layer of its own
+    plant: Callable[[Place], Planting]
+    keeps: bool = False  #: acts on what a layer's cache keeps
+    late: bool = False  #: needs a prompt that fills a window

@@ -1,0 +1,176 @@
+"""How faults of the catalogue act: on values in calls on a warm cache, and on what it keeps between calls."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvproof._stages import Site, Stage
+from kvproof.faults._base import Planting
+from kvproof.faults._ground import Place, growing
+from kvproof.subjects import Session
+
+Layers = Sequence[dict[str, Tensor]]
+
+#: Changes a value: ``change(site, value, start)``, where ``start`` counts the tokens before the call.
+Change = Callable[[Site, Tensor, int], Tensor]
+
+
+class InCalls(Planting):
+    """Changes values in calls on a warm cache."""
+
+    def __init__(self, *stages: Stage, layer: int | None, change: Change) -> None:
+        super().__init__(lambda: _WarmTap(stages, layer, change))
+
+
+class _WarmTap:
+    """Counts the tokens that a session was fed, by those it shows."""
+
+    def __init__(self, stages: Sequence[Stage], layer: int | None, change: Change) -> None:
+        self.stages, self.layer, self.change = stages, layer, change
+        self.start = self.end = 0
+
+    def __call__(self, site: Site, value: Tensor, /) -> Tensor:
+        if site.stage is Stage.TOKEN:
+            self.start, self.end = self.end, self.end + value.shape[1]
+        if self.start and site.stage in self.stages and site.layer == self.layer:
+            return self.change(site, value, self.start)
+        return value
+
+
+class Kept(Planting):
+    """Changes what the cache keeps, once: after the first call, the prompt's."""
+
+    def __init__(self, change: Callable[[Layers, Session], None]) -> None:
+        super().__init__()
+        self.change = change
+        self.done = False
+
+    def after_call(self, session: Session) -> None:
+        """Change what is kept."""
+        if not self.done:
+            self.done = True
+            session.edit(lambda layers: self.change(layers, session))
+
+
+class NotUpdated(Planting):
+    """Leaves some of a layer's tensors as they were before the second call."""
+
+    def __init__(self, layer: int, prefix: str) -> None:
+        super().__init__()
+        self.layer, self.prefix = layer, prefix
+        self.before: dict[str, Tensor] | None = None
+        self.done = False
+
+    def after_call(self, session: Session) -> None:
+        """Put back what stood there after the first call."""
+        if self.before is None:
+            self.before = copies(session, self.layer, self.prefix)
+        elif not self.done:
+            self.done, before = True, self.before
+            session.edit(lambda layers: layers[self.layer].update(before))
+
+
+class Leaking(Planting):
+    """Lets what the second session keeps in a layer take the place of the first one's."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.layer = place.number
+        self.first: Session | None = None
+
+    def after_call(self, session: Session) -> None:
+        """Copy from one to the other once both have consumed as much."""
+        if self.first is None:
+            self.first = session
+        elif session is not self.first and len(session) == len(self.first):
+            leaked = copies(session, self.layer)
+            self.first.edit(lambda layers: layers[self.layer].update(leaked))
+
+
+class LeftBehind(Planting):
+    """Lets a layer's rows stay in place when rows are reordered."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.layer = place.number
+
+    def reorder(self, session: Session, rows: Sequence[int]) -> None:
+        """Reorder all but one layer."""
+        before = copies(session, self.layer)
+        session.reorder(rows)
+        session.edit(lambda layers: layers[self.layer].update(before))
+
+
+class KeepsTail(Planting):
+    """Lets entries of tokens that were taken back stay behind those that were kept."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.layers = growing(place.ground)
+
+    def crop(self, session: Session, length: int) -> None:
+        """Crop, and append the tail again."""
+        before = {layer: copies(session, layer) for layer in self.layers}
+        session.crop(length)
+
+        def append(layers: Layers) -> None:
+            for layer, old in before.items():
+                for name in ("k", "v"):
+                    kept = layers[layer][name]
+                    layers[layer][name] = torch.cat([kept, old[name][:, :, kept.shape[2] :]], dim=2)
+
+        session.edit(append)
+
+
+class SurvivesReset(Planting):
+    """Lets what was kept before a reset stand before, or under, what comes after it."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.growing = growing(place.ground)
+        self.before: list[dict[str, Tensor]] | None = None
+
+    def reset(self, session: Session) -> None:
+        """Reset, and remember."""
+        self.before = [copies(session, layer) for layer in range(len(session.cache_tensors()))]
+        session.reset()
+
+    def after_call(self, session: Session) -> None:
+        """Bring back what was there, once."""
+        if self.before is None:
+            return
+        before, self.before = self.before, None
+
+        def bring_back(layers: Layers) -> None:
+            for number, old in enumerate(before):
+                own = layers[number]
+                for name in ("k", "v") if number in self.growing else ():
+                    own[name] = torch.cat([old[name], own[name]], dim=2)
+                for name in own.keys() & old.keys():
+                    if name.startswith("state"):
+                        own[name] = own[name] + old[name]
+
+        session.edit(bring_back)
+
+
+class PositionsGoOn(Planting):
+    """Lets positions go on where they stood before tokens were taken back."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: self._ahead)
+        self.ahead = 0
+
+    def _ahead(self, site: Site, value: Tensor, /) -> Tensor:
+        return value + self.ahead if site.stage is Stage.POSITION and self.ahead else value
+
+    def crop(self, session: Session, length: int) -> None:
+        """Crop, and count the tokens that are gone."""
+        self.ahead += len(session) - length
+        session.crop(length)
+
+
+def copies(session: Session, layer: int, prefix: str = "") -> dict[str, Tensor]:
+    """Return copies of a layer's tensors; recurrent ones are written in place."""
+    tensors = session.cache_tensors()[layer]
+    return {name: value.clone() for name, value in tensors.items() if name.startswith(prefix)}
