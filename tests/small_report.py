@@ -65,6 +65,8 @@ DIVERGENCE = Divergence(
     logits_differ=True,
     sentence="consuming A at position 1, the first value that differs is cache_k of layer 0, head 1, slot 0: "
     "0.25 where the uncached path has -2.5; the slot holds layer 1's key of position 0",
+    confirmed=True,
+    introduced=("cache_k of layer 0",),
 )
 
 

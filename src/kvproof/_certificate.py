@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvproof._calls import Layout, TracedCall
 from kvproof._compare import Evidence, gap_between, judge, largest
 from kvproof._errors import KvproofError
-from kvproof._localise import AgainstTheRun, TracedCall, compared, traced_calls
+from kvproof._localise import AgainstTheRun, compared, traced_calls
 from kvproof._programs import Row, run_program
 from kvproof._report import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof._stages import Site, Stage
@@ -158,7 +159,7 @@ class Certifier:
             for rows, trace in traced_calls(self.rung.subject, program, planting, self._prompted(program)):
                 if any(len(row.prefix) == row.offset + 1 for row in rows):
                     continue  # faults act on a warm cache: a prompt's values are what they were without one
-                call = TracedCall(self.runs, rows, trace)
+                call = TracedCall(self.runs, Layout.of(rows, trace), trace)
                 _, found = compared(judge, call, search=first is None)
                 first = first or found
                 for row in rows if not differs else ():

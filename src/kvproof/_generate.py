@@ -164,6 +164,8 @@ def first_difference(cached: Run, uncached: Run, tolerance: Tolerance) -> Diverg
             logits_differ=stage is Stage.LOGITS,
             sentence=f"after position {step.position} {known} the cached run chooses {step.chosen_token} where "
             f"the uncached run chooses {other.chosen_token}",
+            confirmed=False,
+            introduced=(),
         )
     return None
 

@@ -5,19 +5,22 @@ of the same tokens. Calls come in the order in which they ran; within a call, st
 tokens in order of position. So the first mismatch is one that no other explains. The search runs at the top
 rung where the subject can be cast: there, noise cannot mislead.
 
+A finding is confirmed by another run, in which the suspected value is the uncached one (`_confirm`).
+
 What float64 does not show has its cause in the declared dtype alone. There every value is off by some
 rounding, so a search at that rung says where the cached path's error first outgrows the uncached one's: where
 to look first, and no proof.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
+from kvproof._calls import Comparison, Layout, TracedCall
 from kvproof._compare import Gap, gap_between, largest
+from kvproof._confirm import Cause, Confirmation, Rerun, Script, ScriptedTap, cause_of, confirm
 from kvproof._numerics import TOP_RUNG
 from kvproof._programs import Row, run_program
 from kvproof._report import Constant, Divergence
@@ -32,7 +35,7 @@ from kvproof._stages import (
     Site,
     Stage,
 )
-from kvproof._trace import Recorder, token_axis
+from kvproof._trace import Recorder
 from kvproof._values import LiteralRuns, OnePassRuns, Prefix, Trace, UncachedRun, UncachedRuns
 from kvproof.faults import Fault, MakeTap, as_planting, no_fault
 from kvproof.scenarios import Ability, Scenario, longest_sequences
@@ -88,22 +91,108 @@ def localise(
         for each in (subject, top)
     )
     judge = _AgainstTheTruth(runs, truth) if rung == "declared" else AgainstTheRun(truth)
-    make_fault = fault.plant() if fault else no_fault
-    num_values = 0
-    first: _Mismatch | None = None
-    logits_differ = until is not None
-    for rows, trace in traced_calls(judge.runs.subject, scenario, make_fault):
-        call = TracedCall(judge.runs, rows, trace)
-        num_compared, found = compared(judge, call, search=first is None)
-        num_values += num_compared
-        first = first or found
-        if first and until is not None:
-            break
-        logits_differ |= any(
-            judge.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits) for row in rows
-        )
-    divergence = _describe(judge, scenario, first, logits_differ) if first else None
-    return Localisation(divergence=divergence, num_values=num_values)
+    search = _Search(judge, scenario, fault, until)
+    first = search.first()
+    divergence = None
+    if first is not None:
+        # Below the top rung every value is off by some rounding, and where to look is all that can be said.
+        is_proof = rung == "top" and top.info.dtype == str(TOP_RUNG).removeprefix("torch.")
+        confirmation = search.confirm(first) if is_proof else None
+        divergence = _describe(judge, scenario, first.mismatch, search.logits_differ, confirmation)
+    return Localisation(divergence=divergence, num_values=search.num_values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    mismatch: "_Mismatch"
+    cause: Cause
+    call: int  #: the number of the call in which it was found
+
+
+class _Search:
+    """The runs of one program on the cached path: the first, and those with uncached values put in place."""
+
+    def __init__(self, judge: "_Judge", scenario: Scenario, fault: Fault | None, until: Prefix | None) -> None:
+        self.judge = judge
+        self.scenario = scenario
+        self.until = until
+        self.num_values = 0
+        self.logits_differ = until is not None
+        self._make_fault = fault.plant if fault else lambda: no_fault
+        self._script = Script(judge.runs)
+        self._newest = 0  #: the call in which a mismatch was found last: before it there is none
+        self._last: int | None = None  #: the call that holds the row known to be wrong
+
+    def first(self) -> _Found | None:
+        """Run the program, compare all its values and return the first mismatch.
+
+        With a row that is known to be wrong, what comes after the mismatch is run as far as that row, so that it
+        is known what another run must reach, and compared no more.
+        """
+        first: _Found | None = None
+        for number, rows, call in self._calls(()):
+            if first is None or self.until is None:
+                num_values, mismatch = compared(self.judge, call, search=first is None)
+                self.num_values += num_values
+                first = first or self._found(number, call, mismatch)
+            if self.until is None:
+                self.logits_differ |= any(map(self._differs, rows))
+            elif first is not None:
+                if isinstance(self.judge, _AgainstTheTruth):
+                    break
+                if any(row.prefix == self.until and self._differs(row) for row in rows):
+                    self._last = number
+                    break
+        self._script.complete()
+        return first
+
+    def confirm(self, first: _Found) -> Confirmation:
+        """Put uncached values where the first mismatch was found, and where else it takes them."""
+        self._newest = first.call
+        return confirm(first.cause, self._rerun)
+
+    def _rerun(self, causes: Sequence[Cause]) -> Rerun:
+        """Run the program with uncached values put in place and say whether the cached path now agrees.
+
+        The logits decide. Where they agreed from the start, because a later error cancels this one, every value
+        that is not passed over must agree.
+        """
+        found: _Found | None = None
+        differ = False
+        for number, rows, call in self._calls(causes):
+            if found is None and number >= self._newest:
+                _, mismatch = compared(self.judge, call, search=True, without=causes)
+                found = self._found(number, call, mismatch)
+            differ = differ or any(map(self._differs, rows))
+            if differ or (found is not None and not self.logits_differ) or number == self._last:
+                break
+        if differ or (found is not None and not self.logits_differ):
+            self._newest = self._newest if found is None else found.call
+            return Rerun(agrees=False, next_cause=None if found is None else found.cause)
+        return Rerun(agrees=True)
+
+    def _calls(self, causes: Sequence[Cause]) -> Iterator[tuple[int, tuple[Row, ...], TracedCall]]:
+        """Run the program on the cached path and yield each call's number, rows, and every value it computed."""
+        runs, is_first = self.judge.runs, not causes
+        put_at = {site for cause in causes for site in cause.put_at}
+        planting = as_planting(self._make_fault()).under(self._script.wrapper(put_at))
+        for number, call in enumerate(run_program(runs.subject, self.scenario, planting)):
+            assert isinstance(call.tap, ScriptedTap)
+            trace = call.tap.take()
+            layout = Layout.of(call.rows, trace)
+            if is_first:
+                self._script.note(call.tap, layout)
+            yield number, call.rows, TracedCall(runs, layout, trace)
+
+    def _found(self, number: int, call: TracedCall, mismatch: "_Mismatch | None") -> _Found | None:
+        if mismatch is None:
+            return None
+        comparison = mismatch.comparison
+        run = self.judge.runs.over(comparison.token.prefix)
+        return _Found(mismatch=mismatch, cause=cause_of(call, run, comparison), call=number)
+
+    def _differs(self, row: Row) -> bool:
+        return self.judge.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)
 
 
 def traced_calls(
@@ -116,139 +205,8 @@ def traced_calls(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Token:
-    """One token that a call consumed: ``prefix`` ends with it."""
-
-    prefix: Prefix
-    batch_row: int
-    offset: int  #: which of the call's new tokens
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
-    """One value of one token, both ways: without batch and token axes.
-
-    Over slots, both hold the slots that stand for tokens; the first of them has number ``first_slot`` in the
-    cached path's tensor and stands for position ``first_position``.
-    """
-
-    site: Site
-    token: _Token
-    expected: Tensor
-    actual: Tensor
-    first_slot: int = 0
-    first_position: int = 0
-
-
-class TracedCall:
-    """One call on the cached path: the tokens that it consumed, also those whose logits it did not give.
-
-    The lengths after it, of each batch row and of the longest, say which slot stands for which position.
-    """
-
-    def __init__(self, runs: UncachedRuns, rows: tuple[Row, ...], trace: Trace) -> None:
-        self.trace = trace
-        num_new = _num_new(trace) or max(row.offset for row in rows) + 1
-        ends = {row.batch_row: row for row in sorted(rows, key=lambda row: row.offset)}
-        self.lengths = {b: len(row.prefix) + num_new - 1 - row.offset for b, row in ends.items()}
-        self.total = max(self.lengths.values())  # with the padding that stands before shorter rows
-        runs.prepare(row.prefix for row in ends.values())
-        self.tokens = tuple(
-            _Token(
-                prefix=row.prefix[: len(row.prefix) - row.offset + offset],
-                batch_row=batch_row,
-                offset=offset,
-                is_last=offset == num_new - 1,
-            )
-            for offset in range(num_new)
-            for batch_row, row in sorted(ends.items())
-            if offset <= row.offset and len(row.prefix) - row.offset + offset > 0
-        )
-        self.sites = tuple(_in_order(runs.over(self.tokens[0].prefix).values))
-
-    def comparison(self, run: UncachedRun, site: Site, token: _Token) -> _Comparison | None:
-        """Return the expected and the actual value of a token at a site, where there are both."""
-        if site.stage is Stage.CACHE_LEN:
-            return self._cache_len(run, site, token) if token.is_last else None
-        if site not in self.trace or site not in run.values or site.stage is Stage.MASK:
-            return None
-        expected, actual = run.values[site][0], self.trace[site][token.batch_row]
-        if site.stage in OVER_SLOTS:
-            return self._over_slots(run, site, token, expected, actual) if token.is_last else None
-        axis = token_axis(site.stage)
-        assert axis is not None
-        expected, actual = expected.select(axis - 1, len(token.prefix) - 1), actual.select(axis - 1, token.offset)
-        if site.stage is Stage.ATTN_WEIGHTS:
-            return self._over_slots(run, site, token, expected, actual)
-        return _comparable(_Comparison(site=site, token=token, expected=expected, actual=actual))
-
-    def _cache_len(self, run: UncachedRun, site: Site, token: _Token) -> _Comparison | None:
-        """Compare a cache's length: the one that is shown, or where none is, that of the keys."""
-        if site not in run.values:
-            keys = self.trace.get(Site(Stage.CACHE_K, site.layer))
-            actual = None if keys is None else torch.tensor(keys.shape[-2])
-        elif int(run.values[site][0]) == len(run.ids) and site in self.trace:
-            actual = self.trace[site][token.batch_row]
-        else:
-            return None
-        if actual is None:
-            return None
-        return _Comparison(site=site, token=token, expected=torch.tensor(self.total), actual=actual)
-
-    def _over_slots(
-        self, run: UncachedRun, site: Site, token: _Token, expected: Tensor, actual: Tensor
-    ) -> _Comparison | None:
-        """Pair slots, which axis 1 counts, by the position that they stand for.
-
-        A window holds the last tokens, so it is aligned at its end; a buffer that is not full, at its start.
-        """
-        num_slots = actual.shape[1]
-        if expected.shape[1] != len(run.ids):  # slots that are no tokens have counterparts all or none
-            return _comparable(_Comparison(site=site, token=token, expected=expected, actual=actual))
-        shift = self.lengths[token.batch_row] - min(num_slots, self.total)
-        first_slot, first_position = max(0, -shift), max(0, shift)
-        num = min(num_slots - first_slot, len(token.prefix) - first_position)
-        if num <= 0:
-            return None
-        return _comparable(
-            _Comparison(
-                site=site,
-                token=token,
-                expected=expected.narrow(1, first_position, num),
-                actual=actual.narrow(1, first_slot, num),
-                first_slot=first_slot,
-                first_position=first_position,
-            )
-        )
-
-
-def _num_new(trace: Trace) -> int | None:
-    """Return how many tokens a call consumed, padding included, by the values that it computed."""
-    for site, value in trace.items():
-        axis = token_axis(site.stage)
-        if axis is not None:
-            return value.shape[axis]
-    return None
-
-
-def _comparable(comparison: _Comparison) -> _Comparison | None:
-    """Return the comparison, or None where the shapes differ: then one side has no counterpart."""
-    return comparison if comparison.expected.shape == comparison.actual.shape else None
-
-
-def _in_order(trace: Trace) -> Iterator[Site]:
-    """Yield a trace's sites as they were computed; a cache's length that is not shown stands before its keys."""
-    for site in trace:
-        length = Site(Stage.CACHE_LEN, site.layer, site.module)
-        if site.stage is Stage.CACHE_K and length not in trace:
-            yield length
-        yield site
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Mismatch:
-    comparison: _Comparison
+    comparison: Comparison
     gap: Gap  #: from the uncached path's value, or from float64's where that is the judge
     limit: float
 
@@ -259,7 +217,7 @@ class AgainstTheRun:
     def __init__(self, runs: UncachedRuns) -> None:
         self.runs = runs
 
-    def mismatch(self, call: TracedCall, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
+    def mismatch(self, call: TracedCall, comparison: Comparison, run: UncachedRun) -> _Mismatch | None:
         """Return what is wrong with a value, or None."""
         limit = 0.0 if comparison.site.stage is Stage.CACHE_LEN else run.limit(comparison.site)
         return _beyond(comparison, limit)
@@ -280,7 +238,7 @@ class _AgainstTheTruth:
         self.truth = truth
         self._errors: dict[Site, float] = {}
 
-    def mismatch(self, call: TracedCall, comparison: _Comparison, run: UncachedRun) -> _Mismatch | None:
+    def mismatch(self, call: TracedCall, comparison: Comparison, run: UncachedRun) -> _Mismatch | None:
         """Return a value whose error outgrows the uncached path's, or None."""
         site, token = comparison.site, comparison.token
         exact = self.truth.over(token.prefix)
@@ -305,12 +263,20 @@ class _AgainstTheTruth:
 _Judge = AgainstTheRun | _AgainstTheTruth
 
 
-def compared(judge: _Judge, call: TracedCall, *, search: bool) -> tuple[int, _Mismatch | None]:
-    """Compare one call; return how many values that took, and the first mismatch: by stage, then by position."""
+def compared(
+    judge: _Judge, call: TracedCall, *, search: bool, without: Sequence[Cause] = ()
+) -> tuple[int, _Mismatch | None]:
+    """Compare one call; return how many values that took, and the first mismatch: by stage, then by position.
+
+    ``without`` holds places that are passed over, with the sites between them and what they feed.
+    """
     num_values, first, place = 0, None, len(call.sites)
-    for token in call.tokens:
+    passed = {site for each in without for site in each.passed}
+    for token in call.layout.tokens:
         run = judge.runs.over(token.prefix)
         for number, site in enumerate(call.sites):
+            if site in passed:
+                continue
             comparison = call.comparison(run, site, token)
             if comparison is None:
                 continue
@@ -321,7 +287,7 @@ def compared(judge: _Judge, call: TracedCall, *, search: bool) -> tuple[int, _Mi
     return num_values, first
 
 
-def _beyond(comparison: _Comparison, limit: float) -> _Mismatch | None:
+def _beyond(comparison: Comparison, limit: float) -> _Mismatch | None:
     gap = gap_between(comparison.expected, comparison.actual)
     if gap.size <= limit:
         return None
@@ -330,7 +296,7 @@ def _beyond(comparison: _Comparison, limit: float) -> _Mismatch | None:
     return _Mismatch(comparison=comparison, gap=gap, limit=limit)
 
 
-def _first_wrong_slot(comparison: _Comparison, limit: float) -> Gap:
+def _first_wrong_slot(comparison: Comparison, limit: float) -> Gap:
     """Return the gap of the earliest wrong slot: later ones may be the same fault again."""
     for slot in range(comparison.expected.shape[1]):
         gap = gap_between(comparison.expected[:, slot], comparison.actual[:, slot])
@@ -339,7 +305,13 @@ def _first_wrong_slot(comparison: _Comparison, limit: float) -> Gap:
     raise AssertionError("a cache tensor beyond its limit has a slot beyond it")
 
 
-def _describe(judge: _Judge, scenario: Scenario, found: _Mismatch, logits_differ: bool) -> Divergence:
+def _describe(
+    judge: _Judge,
+    scenario: Scenario,
+    found: _Mismatch,
+    logits_differ: bool,
+    confirmation: Confirmation | None,
+) -> Divergence:
     comparison, gap = found.comparison, found.gap
     site, prefix, subject = comparison.site, comparison.token.prefix, judge.runs.subject
     head = gap.index[0] if site.stage in _HAS_HEADS and len(gap.index) > 1 else None
@@ -379,6 +351,8 @@ def _describe(judge: _Judge, scenario: Scenario, found: _Mismatch, logits_differ
         contract=contract,
         logits_differ=logits_differ,
         sentence=sentence,
+        confirmed=confirmation is not None and confirmation.confirmed,
+        introduced=() if confirmation is None else tuple(map(str, confirmation.introduced)),
     )
 
 

@@ -123,6 +123,10 @@ class Divergence:
     contract: str
     logits_differ: bool  #: False where later errors cancel this one
     sentence: str
+    confirmed: bool  #: with the uncached values of ``introduced`` put in their place, the two paths agree
+    #: The sites at which an error enters, in words, in the order found and this finding's own first. Where it is
+    #: confirmed, all else that differs carries an error on. Empty where nothing was put in any value's place.
+    introduced: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,16 +49,17 @@ OVER_SLOTS = frozenset({Stage.CACHE_K, Stage.CACHE_V})
 class Site:
     """A stage at a place: which layer's, or none for the stages outside the layers, and which module's.
 
-    Layers count from 0, as positions do.
+    Layers count from 0, as positions do, and so do the parts of a module's output that is several values.
     """
 
     stage: Stage
     layer: int | None = None
     module: str | None = None
+    part: int = 0
 
     def __str__(self) -> str:
         if self.stage is Stage.MODULE:
-            return f"the output of {self.module}"
+            return f"the output of {self.module}" + (f" (part {self.part})" if self.part else "")
         place = self.stage.value if self.layer is None else f"{self.stage.value} of layer {self.layer}"
         return place if self.module is None else f"{place} in {self.module}"
 

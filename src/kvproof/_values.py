@@ -1,8 +1,8 @@
 """The uncached values: what every value on the way to a prefix's logits must equal, and its noise.
 
 Literal: each prefix is run on its own. One-pass: a prefix's values come from the run over a longer sequence
-that starts with it, which is right only for a causal subject. Few runs are kept whole; of the others the keys
-and values of each sequence remain, which say what a wrong cache slot really holds.
+that starts with it, which is right only for a causal subject. Runs are kept whole while there is room; of the
+others the keys and values of each sequence remain, which say what a wrong cache slot really holds.
 """
 
 from abc import ABC, abstractmethod
@@ -20,8 +20,10 @@ from kvproof.subjects import Subject
 Prefix = tuple[int, ...]
 Trace = dict[Site, Tensor]
 
-#: So many runs are kept whole: the rows of one call, and those one token shorter, for the noise between them.
+#: So many runs are kept whole at least: the rows of one call, and those one token shorter, for the noise.
 _KEPT_RUNS = 12
+#: More are kept while they hold fewer bytes than this, so that what is confirmed by another run finds them there.
+KEPT_BYTES = 2**28
 
 
 class UncachedRun:
@@ -31,6 +33,7 @@ class UncachedRun:
         self.ids = ids
         self.values = values
         self.logits = logits  #: (seq, vocab)
+        self.num_bytes = sum(value.nbytes for value in (logits, *values.values()))
         self._noise = noise
         self._scales: dict[Site, float] = {}
 
@@ -78,7 +81,7 @@ class UncachedRuns(ABC):
         values = recorder.take()
         run = UncachedRun(ids, values, logits, self._noise(ids, values))
         self.kept[ids] = run
-        while len(self.kept) > _KEPT_RUNS:
+        while len(self.kept) > _KEPT_RUNS and sum(each.num_bytes for each in self.kept.values()) > KEPT_BYTES:
             self.kept.popitem(last=False)
         self._keep_entries(ids, values)
         return run

@@ -219,3 +219,4 @@ def test_every_fault_is_found_at_its_stage_in_any_decoder(data: st.DataObject):
     found = localise(subject, token_by_token(ids), fault=fault).divergence
     assert found is not None, f"{fault.breaks}: missed"
     assert found.stage is fault.first_stage, f"{fault.breaks}: {found.sentence}"
+    assert found.confirmed, f"{fault.breaks}: {found.introduced}"

@@ -198,6 +198,71 @@ def test_every_scenario_that_diverged_is_told_by_name():
     assert f"fork: {DIVERGENCE.sentence}. Likely contract: forks: a fork owns its cache." in text
 
 
+PLACES = ("new_q of layer 0", "cache_len of layer 1 (by way of attn_mix of layer 1)")
+
+
+@pytest.mark.parametrize(
+    ("confirmed", "introduced", "logits_differ", "line"),
+    [
+        (
+            True,
+            PLACES[:1],
+            True,
+            f"Confirmed: with the uncached value of {PLACES[0]} put in its place, the logits",
+        ),
+        (
+            True,
+            PLACES[:1],
+            False,
+            f"Confirmed: with the uncached value of {PLACES[0]} put in its place, every value",
+        ),
+        (
+            True,
+            PLACES,
+            True,
+            "Confirmed in 2 places, each wrong even where those before it are put right; with the uncached "
+            f"values of all of them, the logits agree: {PLACES[0]}; {PLACES[1]}.",
+        ),
+        (
+            False,
+            PLACES[:1],
+            True,
+            f"Not confirmed: with the uncached value of {PLACES[0]}, it was not shown that the",
+        ),
+        (
+            False,
+            PLACES,
+            True,
+            f"with the uncached value of {PLACES[0]} and at 1 more place, it was not shown that",
+        ),
+        (
+            False,
+            PLACES * 2,
+            True,
+            f"with the uncached value of {PLACES[0]} and at 3 more places, it was not shown",
+        ),
+    ],
+)
+def test_a_finding_says_whether_it_was_confirmed(
+    confirmed: bool, introduced: tuple[str, ...], logits_differ: bool, line: str
+):
+    located = dataclasses.replace(
+        DIVERGENCE, confirmed=confirmed, introduced=introduced, logits_differ=logits_differ
+    )
+    scenario = dataclasses.replace(diverged().scenarios[0], divergence=located)
+    text = words(render(dataclasses.replace(diverged(), scenarios=(scenario,)), width=300))
+    assert line in text
+
+
+def test_a_pointer_that_was_not_put_to_the_test_says_nothing_of_it():
+    scenario = dataclasses.replace(
+        diverged().scenarios[0], divergence=dataclasses.replace(DIVERGENCE, confirmed=False, introduced=())
+    )
+    text = words(render(dataclasses.replace(diverged(), scenarios=(scenario,)), width=300)).casefold()
+    assert "confirmed" not in text
+    assert DIVERGENCE.sentence.casefold() in text
+
+
 def test_a_diverged_report_ends_in_its_summary():
     assert words(render(diverged(), width=300)).endswith(diverged().summary)
 

@@ -112,6 +112,9 @@ def test_a_value_changed_inside_attention_is_named_at_its_stage(stage: Stage, on
     assert divergence.contract == LIKELY_CONTRACT[stage]
     assert f"{stage.value} of layer 1" in divergence.sentence
     assert divergence.logits_differ is (stage is not Stage.ATTN_WEIGHTS), "weights are shown after they were used"
+    assert divergence.confirmed
+    instead = " (by way of attn_mix of layer 1)" if stage is Stage.ATTN_WEIGHTS else ""
+    assert divergence.introduced == (f"{stage.value} of layer 1{instead}",)
 
 
 @pytest.mark.parametrize(("model_type", "layer"), [("llama", 1), ("gpt2", 1), ("gemma3_text", 0), ("mixtral", 1)])
@@ -130,7 +133,7 @@ def test_a_cache_row_that_changed_between_calls_is_named_with_its_slot(model_typ
     divergence = found(Tampered(subject, tamper), token_by_token(ids_for(subject)))
     assert divergence.stage is Stage.CACHE_K
     assert (divergence.layer, divergence.head, divergence.slot, divergence.position) == (layer, 1, 2, 10)
-    assert windows == [model_type in ("gemma3_text", "mixtral")]
+    assert set(windows) == {model_type in ("gemma3_text", "mixtral")}
     assert ("slot 2 (position 5)" in divergence.sentence) is windows[0]
 
 
@@ -171,6 +174,7 @@ def test_a_wrong_position_is_named_before_the_cache(model_type: str):
     divergence = found(Tampered(subject, tamper), token_by_token(ids_for(subject)))
     assert divergence.position == 5
     assert (divergence.stage, divergence.expected, divergence.actual) == (Stage.POSITION, 5, 4)
+    assert (divergence.confirmed, divergence.introduced) == (True, ("position",))
 
 
 @pytest.mark.parametrize(("attention", "stage"), [("eager", Stage.ATTN_WEIGHTS), ("sdpa", Stage.ATTN_MIX)])
@@ -228,6 +232,7 @@ def test_padding_moves_the_slots_and_the_batch_row_is_named(model_type: str, one
     assert divergence.ids == ids[6:10]
     assert "at position 3 of batch row 1" in divergence.sentence
     assert "slot 4 (position 1)" in divergence.sentence
+    assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))
 
 
 def test_a_known_bad_row_ends_the_search_at_the_first_mismatch():

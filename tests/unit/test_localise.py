@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kvproof import ReferenceSubject, faults, localise
+from kvproof import _values as values
 from kvproof._errors import AbilityError
 from kvproof._report import SubjectInfo
 from kvproof._stages import OVER_SLOTS, Site, Stage
@@ -49,7 +50,10 @@ def test_one_pass_finds_nothing_in_a_healthy_path_and_compares_as_much(subject: 
         assert literal.num_values == one_pass.num_values
 
 
-def test_literal_runs_keep_few_whole_and_the_entries_of_each_sequence(subject: ReferenceSubject):
+def test_literal_runs_without_room_keep_few_whole_and_the_entries_of_each_sequence(
+    subject: ReferenceSubject, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(values, "KEPT_BYTES", 0)
     runs = LiteralRuns(subject)
     for sequence in SEQUENCES:
         for length in range(1, len(sequence) + 1):
@@ -72,13 +76,11 @@ def test_one_pass_runs_each_longest_sequence_once_and_no_further_than_asked(
 
     monkeypatch.setattr(ReferenceSubject, "_rows", counted)
     sequence = tuple(SEQUENCES[0])
-    runs = OnePassRuns(subject, token_by_token(sequence))
+    runs = OnePassRuns(subject, [sequence])
     for length in range(1, len(sequence) + 1):
         assert runs.over(sequence[:length]).ids == sequence
     assert lengths == [len(sequence), len(sequence) - 1], "one pass, and one for the noise"
-    assert (
-        OnePassRuns(subject, token_by_token(sequence), until=sequence[:2]).over(sequence[:1]).ids == sequence[:2]
-    )
+    assert OnePassRuns(subject, [sequence], until=sequence[:2]).over(sequence[:1]).ids == sequence[:2]
 
 
 def test_a_prefix_consumed_twice_does_not_end_the_search_early(subject: ReferenceSubject):

@@ -296,7 +296,25 @@ def _found(scenario: ScenarioResult) -> str | None:
 
 
 def _finding(divergence: Divergence) -> str:
-    return f"{divergence.sentence}.\nLikely contract: {divergence.contract}."
+    lines = [f"{divergence.sentence}.", f"Likely contract: {divergence.contract}."]
+    if divergence.introduced:
+        lines.append(_confirmation(divergence))
+    return "\n".join(lines)
+
+
+def _confirmation(divergence: Divergence) -> str:
+    """Say whether putting the uncached values in place made the paths agree, and where that was needed."""
+    places = divergence.introduced
+    agree = "the logits agree" if divergence.logits_differ else "every value agrees"
+    if not divergence.confirmed:
+        more = f" and at {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
+        return f"Not confirmed: with the uncached value of {places[0]}{more}, it was not shown that {agree}."
+    if len(places) == 1:
+        return f"Confirmed: with the uncached value of {places[0]} put in its place, {agree}."
+    return (
+        f"Confirmed in {len(places)} places, each wrong even where those before it are put right; with the "
+        f"uncached values of all of them, {agree}: {'; '.join(places)}."
+    )
 
 
 def _refusals(result: Milestone) -> Table:

@@ -15,13 +15,15 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
     """Hand every module's output to the tap, in the order in which modules finish.
 
     Outputs are brought to (batch, new, …); what has neither those axes nor their product in front is passed
-    by, and so are tokens in a row inside experts: there they are those that a router chose, in its order. A
+    by, and so are tokens in a row inside experts: there they are those that a router chose, in its order. Of an
+    output that is a tuple, what is shaped as its first value is shown too: a rotation is a cosine and a sine. A
     module that runs more than once in a forward is told apart by a count.
     """
     calls: dict[str, int] = {}
 
     def hook(name: str, output: Any) -> Any:
-        value = output[0] if isinstance(output, tuple) and output else output
+        parts = output if isinstance(output, tuple) else (output,)
+        value = parts[0] if parts else None
         if not isinstance(value, Tensor) or value.dim() < 2:
             return None
         in_a_row = tuple(value.shape[:2]) != shape
@@ -29,12 +31,18 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
             return None
         calls[name] = calls.get(name, 0) + 1
         label = name if calls[name] == 1 else f"{name} (run {calls[name]})"
-        seen = value.reshape(*shape, *value.shape[1:]) if in_a_row else value
-        changed = tap(Site(Stage.MODULE, layer_of(name), label), seen)
-        if changed is seen:
+
+        def shown(number: int, part: Any) -> Any:
+            if not isinstance(part, Tensor) or (part.shape, part.dtype) != (value.shape, value.dtype):
+                return part
+            seen = part.reshape(*shape, *part.shape[1:]) if in_a_row else part
+            changed = tap(Site(Stage.MODULE, layer_of(name), label, number), seen)
+            return part if changed is seen else changed.reshape(part.shape)
+
+        changed = tuple(shown(number, part) for number, part in enumerate(parts))
+        if all(new is old for new, old in zip(changed, parts, strict=True)):
             return None
-        changed = changed.reshape(value.shape)
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        return changed if isinstance(output, tuple) else changed[0]
 
     handles = [
         module.register_forward_hook(lambda module, args, output, name=name: hook(name, output))
