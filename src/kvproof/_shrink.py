@@ -21,21 +21,23 @@ from kvproof.subjects import Subject, limits_of
 
 T = TypeVar("T")
 
+#: Which row of a program: the `Extend` that gave it, the batch row, and the call's new token that it follows.
+Place = tuple[int, int, int]
+
 #: A gap of this part of the row's scale is as clear as any …
 CLEAR = 1e-2
 #: … and a smaller one may shrink by no more than this.
 KEPT = 0.1
 #: Two forms of a subject show the same fault if the gaps of the same row differ by no more than this part.
 SAME = 0.1
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The first row of a program that is not its uncached row."""
 
-    call: int  #: which of the program's `Extend`s gave it
-    batch_row: int
-    offset: int  #: which of the call's new tokens it follows
+    place: Place
     prefix: tuple[int, ...]
     gap: float  #: of the part of the row's scale; infinite where one side alone is not finite
 
@@ -46,8 +48,7 @@ class Failure:
 
     def is_like(self, other: "Failure") -> bool:
         """Return whether another form of the subject is wrong at the same row by as much."""
-        same_row = (self.call, self.batch_row, self.offset) == (other.call, other.batch_row, other.offset)
-        return same_row and (self.gap == other.gap or abs(self.gap - other.gap) <= SAME * self.gap < math.inf)
+        return self.gap == other.gap or abs(self.gap - other.gap) <= SAME * self.gap < math.inf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,40 +85,40 @@ class Looker:
     def failure(self, program: Scenario, least: float = STRUCTURAL_FLOOR.value) -> Failure | None:
         """Return the first row with a gap of at least ``least`` of its scale.
 
-        None where one of the subjects sees no such row, or another one; what raises shows none.
+        None where there is none, or one of the others does not see the same there; what raises shows none.
         """
-        found = None
-        for rung in self._rungs:
-            try:
-                seen = self._first(rung, program, least)
-            except KvproofError:
+        first, *others = self._rungs
+        try:
+            found = next((f for f in self._failures(first, program) if f.gap >= least), None)
+            if found is None:
                 return None
-            if seen is None or not (found is None or found.is_like(seen)):
-                return None
-            found = found or seen
+            for rung in others:
+                seen = next((f for f in self._failures(rung, program, found.place)), None)
+                if seen is None or not found.is_like(seen):
+                    return None
+        except KvproofError:
+            return None
         return found
 
-    def _first(self, rung: Rung, program: Scenario, least: float) -> Failure | None:
-        for call, batch_row, offset, prefix, actual in self._rows(rung.subject, program):
-            gap = gap_between(rung.literal(prefix), actual)
-            share = gap.size if math.isinf(gap.size) else gap.size / max(gap.scale, 1e-300)
-            if share >= least and not math.isnan(share):
-                return Failure(call=call, batch_row=batch_row, offset=offset, prefix=prefix, gap=share)
-        return None
+    def _failures(self, rung: Rung, program: Scenario, only: Place | None = None) -> Iterator[Failure]:
+        """Yield each row, or ``only`` one, with its gap, however small; what is NaN both ways has none."""
+        for place, prefix, actual in self._rows(rung.subject, program):
+            if only in (None, place):
+                gap = gap_between(rung.literal(prefix), actual)
+                share = gap.size if math.isinf(gap.size) else gap.size / max(gap.scale, _TINY)
+                yield Failure(place=place, prefix=prefix, gap=0.0 if math.isnan(share) else share)
 
-    def _rows(
-        self, subject: Subject, program: Scenario
-    ) -> Iterator[tuple[int, int, int, tuple[int, ...], Tensor]]:
+    def _rows(self, subject: Subject, program: Scenario) -> Iterator[tuple[Place, tuple[int, ...], Tensor]]:
         if self.cached:
             for number, call in enumerate(run_program(subject, program)):
                 for row in call.rows:
-                    yield number, row.batch_row, row.offset, row.prefix, row.logits
+                    yield (number, row.batch_row, row.offset), row.prefix, row.logits
             return
         (operation,) = program.operations
         assert isinstance(operation, Extend)
         ids = operation.ids[0]
-        for offset, row_logits in enumerate(subject.rows(ids)):
-            yield 0, 0, offset, ids[: offset + 1], row_logits
+        for offset, logits in enumerate(subject.rows(ids)):
+            yield (0, 0, offset), ids[: offset + 1], logits
 
     def shrunk(self, program: Scenario, failure: Failure, tries: Tries) -> tuple[Scenario, Failure]:
         """Return the simplest program found that fails as much, and its first wrong row."""
@@ -141,9 +142,9 @@ class Looker:
     def _cut(self, program: Scenario, failure: Failure, least: float) -> tuple[Scenario, Failure]:
         """Leave out what comes after the call with the wrong row; nothing before it can hang on that."""
         places = [place for place, operation in enumerate(program.operations) if isinstance(operation, Extend)]
-        if not self.cached or len(places) <= failure.call:
+        if not self.cached or len(places) <= failure.place[0]:
             return program, failure
-        cut = replace(program, operations=program.operations[: places[failure.call] + 1])
+        cut = replace(program, operations=program.operations[: places[failure.place[0]] + 1])
         again = self.failure(cut, least)
         return (program, failure) if again is None else (cut, again)
 

@@ -72,9 +72,7 @@ def found_in(program: Scenario, subject: TransformersSubject, *, cached: bool = 
     row = calls[-1].rows[-1]
     return Found(
         program=program,
-        call=len(calls) - 1,
-        batch_row=row.batch_row,
-        offset=row.offset,
+        place=(len(calls) - 1, row.batch_row, row.offset),
         prefix=row.prefix,
         cached=cached,
         single=single,
@@ -143,9 +141,7 @@ def test_what_is_wrong_exits_with_1_by_the_gap_that_kvproof_measures(name: str):
     assert failure is not None
     exact = Found(
         program=program,
-        call=failure.call,
-        batch_row=failure.batch_row,
-        offset=failure.offset,
+        place=failure.place,
         prefix=failure.prefix,
         cached=True,
         single=False,
@@ -165,9 +161,7 @@ def test_a_model_that_sees_later_tokens_is_shown_without_a_cache():
         assert (Looker(subject, cached=False).failure(program) is not None) == bool(expected)
         found = Found(
             program=program,
-            call=0,
-            batch_row=0,
-            offset=0,
+            place=(0, 0, 0),
             prefix=(5,),
             cached=False,
             single=False,
@@ -220,9 +214,7 @@ def test_what_cannot_be_written_out_is_refused(program: Scenario, words: str):
     subject, recipe = model_of("llama")
     found = Found(
         program=program,
-        call=39,
-        batch_row=0,
-        offset=0,
+        place=(39, 0, 0),
         prefix=(8,),
         cached=True,
         single=False,

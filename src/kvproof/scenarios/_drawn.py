@@ -87,10 +87,8 @@ def _drawn(draw: DrawInt, walk: Walk, max_len: int, feeds: int | None) -> Operat
             return Crop(length=draw(state.floor, state.length - 1), session=session)
         case "reorder":
             num_rows = len(state.lengths)
-            # A search keeps its number of beams; now and then some end, or one is split.
-            most = MOST_ROWS if walk.able(Ability.BATCH) else 1
-            num_new = draw(1, most) if walk.cache is CacheKind.DYNAMIC and draw(0, 3) == 0 else num_rows
-            rows = tuple(draw(0, num_rows - 1) for _ in range(num_new))
+            # As a search keeps its number of beams: not every library's cache can have it changed.
+            rows = tuple(draw(0, num_rows - 1) for _ in range(num_rows))
             stays = rows == tuple(range(num_rows))
             return Reorder(rows=rows[::-1] if stays else rows, session=session)
         case "reset":

@@ -44,9 +44,9 @@ class Found:
     """The wrong row that a file shows."""
 
     program: Scenario
-    call: int  #: the `Extend` that gives it
-    batch_row: int
-    offset: int
+    place: tuple[
+        int, int, int
+    ]  #: the `Extend` that gives it, the batch row, and which of the new tokens it follows
     prefix: tuple[int, ...]
     cached: bool  #: False: from one pass over longer ids, with no cache
     single: bool  #: the file computes in float32, and not in float64
@@ -207,7 +207,7 @@ class _Writer:
         feeds = iter(self._feeds)
         for line in self._lines:
             yield "    " + (self._call(next(feeds)) if line == _FEED else line)
-        yield f"    actual = logits[{self.found.batch_row}, {self.found.offset}]"
+        yield f"    actual = logits[{self.found.place[1]}, {self.found.place[2]}]"
         ids, off = [list(self.found.prefix)], f"{self.subject.cache_switch}=False"
         yield f"    expected = model(torch.tensor({ids!r}), {off}).logits[0, -1]"
 
@@ -270,7 +270,7 @@ class _Writer:
                 case Extend(session=index):
                     yield from self._fed(sessions[index], operation)
                     num_calls += 1
-                    if num_calls > self.found.call:
+                    if num_calls > self.found.place[0]:
                         return
                 case _:
                     yield from self._changed(sessions[getattr(operation, "session", 0)], operation)
