@@ -1,6 +1,7 @@
 """``kvproof audit``: what it prints, its exit statuses, and what it refuses."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvproof.scenarios import Scenario
 
 from .running import run
 
-SHORT = ("--length", 12, "--scenario", "token-by-token", "--scenario", "fork")
+SHORT = ("--length", 12, "--scenario", "token-by-token", "--scenario", "fork", "--no-certificate")
 
 
 def test_a_clean_model_passes_and_shows_a_line_a_scenario():
@@ -24,6 +25,23 @@ def test_a_clean_model_passes_and_shows_a_line_a_scenario():
     lines = [line.split("|")[1].strip() for line in outcome.out.split("\n") if line.startswith("| ")]
     assert lines == ["scenario", "causality", "token-by-token", "fork"]
     assert "computes the same logits" in outcome.out
+
+
+def test_a_pass_is_certified_unless_that_is_left_out():
+    certified = run("audit", "random:gpt2", "--length", 8, "--scenario", "fork")
+    assert certified.status == 0
+    assert re.search(r"certificate: of \d+ planted faults \(float64\) \d+ changed a row", certified.out)
+    left_out = run("audit", "random:gpt2", "--length", 8, "--scenario", "fork", "--no-certificate")
+    assert left_out.status == 0
+    assert "note: no certificate: nothing was asked to show that this audit can fail" in left_out.out
+
+
+def test_the_faults_are_listed_with_their_stages():
+    listed = run("faults", "--json")
+    assert {"name": "stale-slot", "stages": ["cache_k", "cache_v"]}.items() <= next(
+        entry for entry in json.loads(listed.out) if entry["name"] == "stale-slot"
+    ).items()
+    assert len(run("faults").out.splitlines()) == len(json.loads(listed.out))
 
 
 def test_a_faulty_model_fails_and_names_the_module_and_the_contract():
@@ -158,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(*arguments: object) -> tuple[RowResult, ...]:
-    outcome = run("audit", *arguments, "--scenario", "token-by-token", "--json")
+    outcome = run("audit", *arguments, "--scenario", "token-by-token", "--no-certificate", "--json")
     assert (outcome.status, outcome.err) == (0, "")
     return parse(outcome.out, "stdout").scenarios[-1].rows
 

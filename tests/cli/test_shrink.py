@@ -62,7 +62,7 @@ def test_a_finding_becomes_a_file_that_shows_it_alone(tmp_path: Path, monkeypatc
 
 
 def test_a_report_says_what_was_asked(tmp_path: Path):
-    asked = ("--length", 9, "--seed", 3, "--programs", 2, "--scenario", "random programs")
+    asked = ("--length", 9, "--seed", 3, "--programs", 2, "--scenario", "random programs", "--no-certificate")
     run("audit", "random:gpt2", *asked, "--report", tmp_path)
     request = parse((tmp_path / "report.json").read_text("utf-8"), "report.json").request
     assert request is not None
