@@ -1,8 +1,10 @@
 """Shapes are checked while the tests run; the trained checkpoint is made once."""
 
 from jaxtyping import install_import_hook
+from transformers import GenerationMixin  # noqa: F401  # what hooked modules import is compiled in every process
 
-# Before anything imports kvproof: every annotated shape in these packages is checked at each call.
+# Before anything imports kvproof: every annotated shape in these packages is checked at each call. A function
+# inside a function would be made again at each call of the outer one: the packages have none on hot paths.
 install_import_hook(["kvproof.reference", "kvproof.subjects", "kvproof._compare"], "beartype.beartype")
 
 import pytest  # noqa: E402

@@ -88,17 +88,16 @@ class _Watch:
     def wrapped(self, original: Attention) -> Attention:
         """Return the function with the tap around it; other models, and calls within it, pass through."""
 
-        @functools.wraps(original)
-        def attend(module: Any, *tensors: Any, **options: Any) -> Any:
-            if self.inside or not self._understands(module, tensors):
-                return original(module, *tensors, **options)
-            self.inside = True
-            try:
-                return self._attend(original, module, tensors, options)
-            finally:
-                self.inside = False
+        return functools.update_wrapper(functools.partial(self._called, original), original)
 
-        return attend
+    def _called(self, original: Attention, module: Any, *tensors: Any, **options: Any) -> Any:
+        if self.inside or not self._understands(module, tensors):
+            return original(module, *tensors, **options)
+        self.inside = True
+        try:
+            return self._attend(original, module, tensors, options)
+        finally:
+            self.inside = False
 
     def _understands(self, module: Any, tensors: tuple[Any, ...]) -> bool:
         """Return whether these are the (batch, head, token, head_dim) of this model's own tokens."""

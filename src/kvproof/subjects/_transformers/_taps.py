@@ -1,5 +1,7 @@
 """Taps on any torch module: its output, by a forward hook, in the order in which modules finish."""
 
+import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,33 +21,9 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
     output that is a tuple, what is shaped as its first value is shown too: a rotation is a cosine and a sine. A
     module that runs more than once in a forward is told apart by a count.
     """
-    calls: dict[str, int] = {}
-
-    def hook(name: str, output: Any) -> Any:
-        parts = output if isinstance(output, tuple) else (output,)
-        value = parts[0] if parts else None
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return None
-        in_a_row = tuple(value.shape[:2]) != shape
-        if in_a_row and (value.shape[0] != shape[0] * shape[1] or "experts" in name.split(".")[:-1]):
-            return None
-        calls[name] = calls.get(name, 0) + 1
-        label = name if calls[name] == 1 else f"{name} (run {calls[name]})"
-
-        def shown(number: int, part: Any) -> Any:
-            if not isinstance(part, Tensor) or (part.shape, part.dtype) != (value.shape, value.dtype):
-                return part
-            seen = part.reshape(*shape, *part.shape[1:]) if in_a_row else part
-            changed = tap(Site(Stage.MODULE, layer_of(name), label, number), seen)
-            return part if changed is seen else changed.reshape(part.shape)
-
-        changed = tuple(shown(number, part) for number, part in enumerate(parts))
-        if all(new is old for new, old in zip(changed, parts, strict=True)):
-            return None
-        return changed if isinstance(output, tuple) else changed[0]
-
+    outputs = _Outputs(tap, shape)
     handles = [
-        module.register_forward_hook(lambda module, args, output, name=name: hook(name, output))
+        module.register_forward_hook(functools.partial(outputs.show, name))
         for name, module in model.named_modules()
         if name
     ]
@@ -54,6 +32,44 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Outputs:
+    """The modules' outputs of one forward."""
+
+    def __init__(self, tap: Tap, shape: tuple[int, int]) -> None:
+        self.tap = tap
+        self.shape = shape
+        self.calls: dict[str, int] = {}
+
+    def show(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with what the tap changed, or None where it changed nothing: a forward hook."""
+        parts = output if isinstance(output, tuple) else (output,)
+        first = parts[0] if parts else None
+        if not isinstance(first, Tensor) or first.dim() < 2 or not self._per_token(name, first):
+            return None
+        self.calls[name] = calls = self.calls.get(name, 0) + 1
+        label = name if calls == 1 else f"{name} (run {calls})"
+        changed = tuple(
+            self._seen(Site(Stage.MODULE, layer_of(name), label, number), part)
+            if isinstance(part, Tensor) and (part.shape, part.dtype) == (first.shape, first.dtype)
+            else part
+            for number, part in enumerate(parts)
+        )
+        if all(new is old for new, old in zip(changed, parts, strict=True)):
+            return None
+        return changed if isinstance(output, tuple) else changed[0]
+
+    def _per_token(self, name: str, value: Tensor) -> bool:
+        if tuple(value.shape[:2]) == self.shape:
+            return True
+        return value.shape[0] == math.prod(self.shape) and "experts" not in name.split(".")[:-1]
+
+    def _seen(self, site: Site, part: Tensor) -> Tensor:
+        in_a_row = tuple(part.shape[:2]) != self.shape
+        seen = part.reshape(*self.shape, *part.shape[1:]) if in_a_row else part
+        changed = self.tap(site, seen)
+        return part if changed is seen else changed.reshape(part.shape)
 
 
 def layer_of(name: str) -> int | None:
