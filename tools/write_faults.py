@@ -47,24 +47,12 @@ NO_FAULT = {
         "huggingface/transformers/issues/41875",
     ),
 }
-#: The scenario that a fault's program is a short form of.
-SCENARIOS = {
-    "steps": "token-by-token",
-    "block": "chunked prefill",
-    "batch": "batch",
-    "padded": "left-padded batch",
-    "rollback": "rollback",
-    "beams": "beam reorder",
-    "branches": "fork",
-    "requests": "interleaved requests",
-    "reuse": "buffer reuse",
-}
 
 
 INTRODUCTION = (
     "After a pass, `kvproof audit` plants each of them wherever the subject lets it be planted, by layer and",
-    "position, in a short form of the scenario named here, in float64. A fault counts as caught if a row of",
-    "logits differs, and as right if the first value that differs is at the stage named here; where a decoder",
+    "position, in a short form of the first scenario named here, in float64. A fault counts as caught if a row",
+    "of logits differs, and as right if the first value that differs is at the stage named here; where a decoder",
     "does not show that stage, a module of the same layer stands for it.",
 )
 
@@ -93,14 +81,14 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## The catalogue"
     yield ""
-    yield "| fault | breaks | scenario that sees it | must first show at |"
+    yield "| fault | breaks | scenarios that see it | must first show at |"
     yield "|---|---|---|---|"
     yield from map(_row, faults)
 
 
 def _row(fault: CatalogueFault) -> str:
     stages = ", ".join(stage.value for stage in Stage if stage in fault.stages)
-    return f"| {fault.name} | {fault.breaks} | {SCENARIOS[fault.carrier.__name__]} | {stages} |"
+    return f"| {fault.name} | {fault.breaks} | {', '.join(fault.seen_by)} | {stages} |"
 
 
 if __name__ == "__main__":

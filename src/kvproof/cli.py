@@ -295,7 +295,7 @@ def faults(as_json: bool) -> None:
             "name": fault.name,
             "breaks": fault.breaks,
             "stages": [stage for stage in Stage if stage in fault.stages],
-            "program": fault.carrier.__name__,
+            "scenarios": list(fault.seen_by),
             "classes": list(fault.classes),
         }
         for fault in catalogue()

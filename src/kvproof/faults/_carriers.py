@@ -65,6 +65,20 @@ def reuse(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     return _program("reuse", [*_fed(b[:position]), Reset(), *later])
 
 
+#: The scenarios of the catalogue that must see a fault planted in one of these.
+SEEN_BY: dict[Carrier, tuple[str, ...]] = {
+    steps: ("token-by-token", "prefill+steps", "multi-turn"),
+    block: ("chunked prefill", "multi-turn"),
+    batch: ("batch", "left-padded batch", "batch isolation"),
+    padded: ("left-padded batch",),
+    rollback: ("rollback", "rollback across calls"),
+    beams: ("beam reorder",),
+    branches: ("fork",),
+    requests: ("interleaved requests",),
+    reuse: ("buffer reuse",),
+}
+
+
 def _fed(*parts: Sequence[int]) -> list[Operation]:
     """Return a call for each part."""
     return [Extend(ids=(tuple(part),)) for part in parts]

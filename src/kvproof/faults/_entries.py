@@ -46,7 +46,7 @@ def _kept(
         stages=stages,
         carrier=carrier,
         layers=layers,
-        plant=lambda place: Kept(lambda all_layers, _: _replace(all_layers, place, change)),
+        plant=lambda place: Kept(place.position, lambda all_layers, _: _replace(all_layers, place, change)),
         keeps=True,
         mixes=mixes,
     )
@@ -80,7 +80,7 @@ def _appended(
         stages=_LENGTH,
         carrier=carriers.steps,
         layers=lambda ground: [None] if growing(ground) else [],
-        plant=lambda place: Kept(lambda layers, _: change_all(layers, place)),
+        plant=lambda place: Kept(place.position, lambda layers, _: change_all(layers, place)),
         keeps=True,
     )
 
@@ -167,7 +167,7 @@ def from_elsewhere() -> Iterable[CatalogueFault]:
         stages=_ENTRIES,
         carrier=carriers.steps,
         layers=lambda ground: few([n for n in range(len(ground.kept)) if _earlier(ground, n) is not None]),
-        plant=lambda place: Kept(lambda layers, _: _from_earlier(layers, place)),
+        plant=lambda place: Kept(place.position, lambda layers, _: _from_earlier(layers, place)),
         keeps=True,
     )
     yield CatalogueFault(
@@ -177,7 +177,7 @@ def from_elsewhere() -> Iterable[CatalogueFault]:
         stages=_ENTRIES,
         carrier=carriers.steps,
         layers=lambda ground: ground.layers("k", "v"),
-        plant=lambda place: Kept(lambda layers, session: _other_prefix(layers, session, place)),
+        plant=lambda place: Kept(place.position, lambda layers, session: _other_prefix(layers, session, place)),
         keeps=True,
         mixes=True,
     )
@@ -188,7 +188,7 @@ def from_elsewhere() -> Iterable[CatalogueFault]:
         stages=_ENTRIES,
         carrier=carriers.steps,
         layers=lambda ground: ground.layers("k", "v")[:1] if ground.kept and "k" in ground.kept[0] else [],
-        plant=lambda place: Kept(lambda layers, session: _not_rotated(layers, session, place)),
+        plant=lambda place: Kept(place.position, lambda layers, session: _not_rotated(layers, session, place)),
         keeps=True,
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvproof._stages import Stage
 from kvproof.faults._base import Planting
-from kvproof.faults._carriers import Carrier
+from kvproof.faults._carriers import SEEN_BY, Carrier
 from kvproof.faults._ground import Ground, Place
 
 
@@ -23,3 +23,8 @@ class CatalogueFault:
     keeps: bool = False  #: acts on what a layer's cache keeps
     mixes: bool = False  #: puts one token's, or request's, content in another's place in a layer
     late: bool = False  #: needs a prompt that fills a window
+
+    @property
+    def seen_by(self) -> tuple[str, ...]:
+        """The scenarios of the catalogue each of which must see it, where the subject has them."""
+        return ("window crossing",) if self.late else SEEN_BY[self.carrier]

@@ -39,16 +39,17 @@ class _WarmTap:
 
 
 class Kept(Planting):
-    """Changes what the cache keeps, once: after the first call, the prompt's."""
+    """Changes what the cache keeps, once: after the call with which it holds the prompt's ``position`` tokens."""
 
-    def __init__(self, change: Callable[[Layers, Session], None]) -> None:
+    def __init__(self, position: int, change: Callable[[Layers, Session], None]) -> None:
         super().__init__()
+        self.position = position
         self.change = change
         self.done = False
 
     def after_call(self, session: Session) -> None:
         """Change what is kept."""
-        if not self.done:
+        if not self.done and len(session) >= self.position:
             self.done = True
             session.edit(lambda layers: self.change(layers, session))
 
@@ -116,7 +117,7 @@ class KeepsTail(Planting):
 
         def append(layers: Layers) -> None:
             for layer, old in before.items():
-                for name in ("k", "v"):
+                for name in layers[layer].keys() & {"k", "v"}:  # none after a crop to nothing
                     kept = layers[layer][name]
                     layers[layer][name] = torch.cat([kept, old[name][:, :, kept.shape[2] :]], dim=2)
 

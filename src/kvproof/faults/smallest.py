@@ -31,7 +31,7 @@ def planting(place: Place, tensor: str, change: float) -> Planting:
     def scale(layers: Layers, session: Session) -> None:
         layers[place.number][tensor] = _scaled(layers[place.number][tensor], tensor, change)
 
-    return Kept(scale)
+    return Kept(place.position, scale)
 
 
 def _scaled(value: Tensor, tensor: str, change: float) -> Tensor:

@@ -1,0 +1,83 @@
+"""Plants every fault in the subjects that are named, and writes what came of it as JSON.
+
+Run on its own, because this is thousands of calls, and inside the tests each one's shapes are checked.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from kvproof._audit import Auditor, random_sequences
+from kvproof._certificate import Certifier
+from kvproof._codec import to_plain
+from kvproof._errors import KvproofError
+from kvproof._programs import run_program
+from kvproof._values import OnePassRuns
+from kvproof.faults import Place, Planting, catalogue
+from kvproof.scenarios import Boundaries, Scenario, longest_sequences
+from kvproof.scenarios import catalogue as scenarios
+from kvproof.subjects import Subject
+from kvproof.subjects._transformers import random_model
+
+#: The prompt after which a fault acts, in scenarios too.
+POSITION = 3
+
+
+def whole_scenarios(certifier: Certifier, boundaries: Boundaries) -> Iterator[tuple[str, str, bool]]:
+    """Yield (fault, scenario, seen) for each fault in its last layer and each scenario that must see it.
+
+    Scenarios that cannot run on the subject are left out. The fault ``none`` stands for none at all.
+    """
+    ground = certifier.ground
+    subject = ground.subject
+    seen_by = {fault.name: fault.seen_by for fault in catalogue()}
+    forms: dict[str, list[Scenario]] = {}
+    for program in scenarios(ground.sequence, ground.other, boundaries):
+        if not program.skipped and program.needs <= set(subject.info.abilities):
+            forms.setdefault(program.name, []).append(program)
+    longest = {s for programs in forms.values() for p in programs for s in longest_sequences(p)}
+    runs = OnePassRuns(subject, sorted(longest))
+    for name in sorted(forms.keys() & {name for names in seen_by.values() for name in names}):
+        yield "none", name, is_seen(subject, runs, Planting(), forms[name])
+    for fault in catalogue():
+        for layer in list(fault.layers(ground))[-1:]:
+            place = Place(layer=layer, position=POSITION, ground=ground)
+            for name in fault.seen_by:
+                if name in forms:
+                    yield fault.name, name, is_seen(subject, runs, fault.plant(place), forms[name])
+
+
+def is_seen(subject: Subject, runs: OnePassRuns, planting: Planting, forms: list[Scenario]) -> bool:
+    """Return whether some form of the scenario sees the fault."""
+    for program in forms:
+        try:
+            for call in run_program(subject, program, planting):
+                if any(runs.over(r.prefix).logits_differ(len(r.prefix), r.logits) for r in call.rows):
+                    return True
+        except KvproofError:
+            return True
+    return False
+
+
+def main(names: list[str]) -> None:
+    """Write certificates, and what whole scenarios see, by name of the subject."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        subject = random_model(name, seed=0, dtype=torch.float32, attention="eager")
+        first, second = random_sequences(subject, 16, 0)
+        auditor = Auditor(subject)
+        auditor.uncached.know([first, second])
+        certifier = Certifier(auditor.uncached, auditor.tolerance, first, second)
+        certificate = certifier.certificate()
+        found[name] = {
+            "certificate": to_plain(certificate),
+            "scenarios": list(whole_scenarios(certifier, subject.boundaries)),
+        }
+    sys.stdout.write(f"{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
