@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test test-transformers bench schemas clean
+.PHONY: milestone test test-transformers bench bench-certificate bench-memory schemas clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
@@ -22,6 +22,12 @@ test-transformers: .venv/dev.stamp  ## the adapter, with the oldest and the newe
 
 bench: .venv/core.stamp  ## ratios, measured in one run
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/ratios.py
+
+bench-certificate: .venv/dev.stamp  ## what a certificate costs beside its audit
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/certificate.py
+
+bench-memory: .venv/dev.stamp  ## what an audit of a long sequence takes in memory
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/memory.py
 
 schemas: .venv/dev.stamp  ## write the published JSON schemas again
 	$(BIN)/python tools/write_schemas.py

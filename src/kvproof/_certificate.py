@@ -26,8 +26,8 @@ from kvproof.subjects import Session
 
 #: So many tokens are enough to plant every fault, and to pass a short window.
 MOST_TOKENS = 16
-#: Steps of the bisection between no change and a change of the entry's own size.
-_NUM_HALVINGS = 16
+#: Steps of the bisection between no change and a change of the entry's own size; these leave a factor of 1.04.
+_NUM_HALVINGS = 10
 _LEAST_CHANGE = 1e-16
 
 
@@ -52,7 +52,7 @@ class Certifier:
         self.programs: dict[tuple[str, int], Scenario] = {}
         self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
         self._clean: dict[Scenario, _Trial] = {}
-        self._prompts: dict[tuple[Extend, int, frozenset[Ability]], Session] = {}
+        self._prompts: dict[tuple[Rung, Extend, int, frozenset[Ability]], Session] = {}
 
     def certificate(self, on_fault: Callable[[str], None] = lambda name: None) -> Certificate:
         """Plant everything and say what came of it."""
@@ -156,7 +156,9 @@ class Certifier:
         judge = AgainstTheRun(self.runs)
         first, differs, gap, reason = None, False, 0.0, None
         try:
-            for rows, trace in traced_calls(self.rung.subject, program, planting, self._prompted(program)):
+            for rows, trace in traced_calls(
+                self.rung.subject, program, planting, self._prompted(self.rung, program)
+            ):
                 if any(len(row.prefix) == row.offset + 1 for row in rows):
                     continue  # faults act on a warm cache: a prompt's values are what they were without one
                 call = TracedCall(self.runs, Layout.of(rows, trace), trace)
@@ -174,14 +176,14 @@ class Certifier:
         site = None if first is None else first.comparison.site
         return _Trial(gap=gap, differs=differs, site=site, reason=None if differs else reason)
 
-    def _prompted(self, program: Scenario) -> Session | None:
+    def _prompted(self, rung: Rung, program: Scenario) -> Session | None:
         """Return a session that has run the program's prompt, the same for all faults."""
         prompt = program.operations[0]
-        if not isinstance(prompt, Extend) or Ability.FORK not in self.rung.subject.info.abilities:
+        if not isinstance(prompt, Extend) or Ability.FORK not in rung.subject.info.abilities:
             return None
-        key = (prompt, program.batch, program.needs)
+        key = (rung, prompt, program.batch, program.needs)
         if key not in self._prompts:
-            session = self.rung.subject.session(batch=program.batch, needs=program.needs)
+            session = rung.subject.session(batch=program.batch, needs=program.needs)
             session.extend(prompt.ids)
             self._prompts[key] = session
         return self._prompts[key]
@@ -205,7 +207,8 @@ class Certifier:
             is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
 
             def seen(change: float, rung: Rung = rung, is_wrong: Callable[[Row], bool] = is_wrong) -> bool:
-                calls = run_program(rung.subject, program, smallest.planting(place, tensor, change))
+                planting = smallest.planting(place, tensor, change)
+                calls = run_program(rung.subject, program, planting, prompted=self._prompted(rung, program))
                 return any(is_wrong(row) for call in calls for row in call.rows)
 
             if seen(0.0):

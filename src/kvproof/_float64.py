@@ -44,8 +44,10 @@ class TrueFloat64(TorchFunctionMode):
             return args[0].to(torch.float64)
         if func in _TOP_K and "out" not in kwargs:
             return _stable_top_k(*args, **kwargs)
-        if any(type(value) in _NAMES_TYPES for value in args):
-            args = tuple(map(_raised, args))
+        for value in args:  # a loop: this runs for every operation of every forward
+            if type(value) in _NAMES_TYPES:
+                args = tuple(map(_raised, args))
+                break
         if kwargs:
             kwargs = {name: _raised(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import pkgutil
 from pathlib import Path
 
@@ -92,3 +93,9 @@ def test_every_module_imports_alone_and_says_what_it_is():
 def test_type_information_and_schemas_ship():
     assert (SOURCE / "py.typed").exists()
     assert {path.name for path in (SOURCE / "schemas").iterdir()} == {"report-1.json", "ledger-line-1.json"}
+
+
+@pytest.mark.xdist_group("together")
+def test_a_group_of_tests_stays_in_one_process(request: pytest.FixtureRequest):
+    """Where groups have no effect, each process loads the pretrained model, and plants every fault, once more."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@together")

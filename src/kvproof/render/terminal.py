@@ -291,7 +291,7 @@ def _found(scenario: ScenarioResult) -> str | None:
     if scenario.four_ways is not None:
         lines.append(f"Which side: {scenario.four_ways.sentence}.")
     if lines and scenario.advice:
-        lines.append("This is advice: the library asks callers not to do this, and it is no part of the verdict.")
+        lines.append("This is advice, and no part of the verdict: the caller chose what leads to it.")
     return "\n".join(lines) or None
 
 
