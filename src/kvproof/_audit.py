@@ -30,18 +30,20 @@ from kvproof._report import (
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, longest_sequences, usable
-from kvproof.subjects import Subject, limits_of
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, catalogue, longest_sequences, usable
+from kvproof.subjects import Subject, as_subject, limits_of
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
 NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
 _SHORTEST_CERTIFIED = 4
+#: Tokens a sequence, where the caller gives no scenarios.
+DEFAULT_LENGTH = 28
 
 
 def audit(
-    subject: Subject,
-    scenarios: Iterable[Scenario],
+    decoder: object,
+    scenarios: Iterable[Scenario] | None = None,
     *,
     faults: Iterable[Fault] = (),
     tolerance: Tolerance | None = None,
@@ -55,6 +57,8 @@ def audit(
 ) -> Report:
     """Compare the cached path with the uncached one at every row of every scenario.
 
+    ``decoder`` is a `Subject`, a pair of functions (full, step) as `CallableSubject` takes them, or a model of
+    transformers; ``scenarios`` are by default the whole catalogue, over two sequences of random tokens.
     Each of ``faults`` is planted in the cached path afterwards, and the same scenarios must reject it.
     ``tolerance`` defaults to the declared one of the subject's dtype. ``reference`` says how uncached rows
     are computed: one forward for each prefix, or one for each longest sequence, after a proof that the
@@ -69,7 +73,8 @@ def audit(
     A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
     """
-    programs = list(scenarios)
+    subject = as_subject(decoder)
+    programs = list(whole_catalogue(subject) if scenarios is None else scenarios)
     if not programs:
         raise UsageError("an audit needs at least one scenario")
     auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
@@ -416,6 +421,12 @@ class Auditor:
             return four_ways(self.uncached, bad.ids, actual)
         except SubjectError:  # the finding stands without it
             return None
+
+
+def whole_catalogue(subject: Subject) -> tuple[Scenario, ...]:
+    """Return every scenario of the catalogue, over random tokens that the context takes."""
+    length = min(DEFAULT_LENGTH, subject.info.context_len)
+    return catalogue(*random_sequences(subject, length, seed=0), subject.boundaries)
 
 
 def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,8 +4,10 @@ Everything a reader or a renderer needs is here, and nothing is a tensor. Layers
 and batch rows count from 0. Gaps, scales, noise and errors are absolute differences of logits.
 """
 
+import importlib
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from kvproof._environment import Environment
 from kvproof._ledger import MarginVerdict, Run
@@ -375,3 +377,18 @@ class Report:
         if self.milestone is not None and not self.milestone.passed:
             return self.verdict.exit_status or 1
         return self.verdict.exit_status
+
+    def __repr__(self) -> str:
+        """Return it on one screen: what a prompt shows."""
+        return str(_renderer().brief(self))
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return it on one screen: what a notebook shows."""
+        return str(_renderer().brief_html(self))
+
+
+def _renderer() -> Any:
+    """Return the module that renders reports: it stands above this one, and is looked up when it is asked for."""
+    return importlib.import_module("kvproof.render.brief")

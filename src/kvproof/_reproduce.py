@@ -148,6 +148,10 @@ def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple
         config=None if request.config is None else Path(request.config),
     )
     loaded = load_target(request.target, options)
+    if not _is_of_transformers(loaded):
+        raise UsageError(
+            f"{request.target} makes a decoder of its own: only models of transformers are written out"
+        )
     cached = name != CAUSALITY
     programs = [p for p in programs_of(request, loaded) if p.name == name]
     if not cached:
@@ -167,6 +171,14 @@ def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple
         f"{name!r} does not fail in float64 on {request.target or request.config} with torch {torch.__version__} "
         "and the library that is installed; a fault of the declared dtype alone is not written out"
     )
+
+
+def _is_of_transformers(subject: Subject) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from kvproof.subjects._transformers import TransformersSubject
+
+    return isinstance(subject, TransformersSubject)
 
 
 def _looker(subject: "TransformersSubject", program: Scenario, cached: bool) -> Looker:

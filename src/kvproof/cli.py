@@ -104,7 +104,7 @@ def milestone(
 
 @cli.command()
 @click.argument("target", required=False)
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Declared dtype.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Declared dtype. Default: float32, or a factory's own.")
 @click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
 @click.option("--attention", type=click.Choice(["eager", "sdpa"]), default="eager", show_default=True)
@@ -164,8 +164,9 @@ def audit(
     """Compare the cached with the uncached path of TARGET in every scenario.
 
     TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
-    or random:TYPE for a tiny random model of any causal type that transformers knows. A prompt shorter than
-    --length is filled up with random tokens. Needs kvproof[transformers], and kvproof[gguf] for .gguf files.
+    random:TYPE for a tiny random model of any causal type that transformers knows, or module:factory or
+    file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
+    with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
     from kvproof.scenarios import catalogue, named, random_programs
 
@@ -204,18 +205,20 @@ def audit(
             on_scenario=progress.part,
         )
     context = click.get_current_context()
-    report = replace(report, request=_request(context.params, sequences))
+    report = replace(report, request=_request(context.params, subject.info.dtype, sequences))
     sys.exit(_written(report, context))
 
 
-def _request(options: dict[str, Any], sequences: "tuple[tuple[int, ...], tuple[int, ...]]") -> "Request":
+def _request(
+    options: dict[str, Any], dtype: str, sequences: "tuple[tuple[int, ...], tuple[int, ...]]"
+) -> "Request":
     """Return what an audit was asked, to be kept in its report."""
     from kvproof._report import Request
 
     return Request(
         target=options["target"],
         config=None if options["config"] is None else str(options["config"]),
-        dtype=options["dtype"],
+        dtype=dtype,
         attention=options["attention"],
         device=options["device"],
         trust_remote_code=options["trust_remote_code"],

@@ -13,7 +13,6 @@ from rich.text import Text as RichText
 from kvproof._ledger import MarginVerdict, Step
 from kvproof._report import (
     Certificate,
-    Divergence,
     FaultResult,
     Milestone,
     Outcome,
@@ -23,6 +22,7 @@ from kvproof._report import (
     Verdict,
 )
 from kvproof._text import printable
+from kvproof.render.findings import finding, found
 
 _STYLE = {
     Verdict.MATCH: "green",
@@ -93,7 +93,7 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
                 f"{scenario.verdict.value}"
             )
     for scenario in report.scenarios:
-        finding = _found(scenario)
+        finding = found(scenario)
         if finding is not None:
             yield Text(f"{scenario.name}: {finding}\n", style="yellow" if scenario.advice else "bold red")
     if result is not None:
@@ -244,7 +244,7 @@ def _failures(faults: tuple[FaultResult, ...]) -> Table:
     for fault in faults:
         text = Text("none found")
         if fault.divergence is not None:
-            text = Text(_finding(fault.divergence))
+            text = Text(finding(fault.divergence))
         table.add_row(
             Text(f"{fault.name}\n{fault.breaks}"),
             f"{fault.largest_gap:.4g}",
@@ -278,43 +278,6 @@ def _certificate(certificate: Certificate) -> Iterator[RichText]:
     if certificate.problem is not None:
         yield Text(f"vacuous: {certificate.problem}", style=_STYLE[Verdict.VACUOUS])
     yield Text()
-
-
-def _found(scenario: ScenarioResult) -> str | None:
-    """Say what a scenario found: where it went wrong, which side is suspect, and whether it is advice alone."""
-    bad = next((row for row in scenario.rows if row.verdict is Verdict.DIVERGED), None)
-    lines = []
-    if scenario.divergence is not None:
-        lines.append(_finding(scenario.divergence))
-    elif bad is not None:
-        lines.append(f"after {bad.tokens}: {bad.reason}.")
-    if scenario.four_ways is not None:
-        lines.append(f"Which side: {scenario.four_ways.sentence}.")
-    if lines and scenario.advice:
-        lines.append("This is advice, and no part of the verdict: the caller chose what leads to it.")
-    return "\n".join(lines) or None
-
-
-def _finding(divergence: Divergence) -> str:
-    lines = [f"{divergence.sentence}.", f"Likely contract: {divergence.contract}."]
-    if divergence.introduced:
-        lines.append(_confirmation(divergence))
-    return "\n".join(lines)
-
-
-def _confirmation(divergence: Divergence) -> str:
-    """Say whether putting the uncached values in place made the paths agree, and where that was needed."""
-    places = divergence.introduced
-    agree = "the logits agree" if divergence.logits_differ else "every value agrees"
-    if not divergence.confirmed:
-        more = f" and at {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        return f"Not confirmed: with the uncached value of {places[0]}{more}, it was not shown that {agree}."
-    if len(places) == 1:
-        return f"Confirmed: with the uncached value of {places[0]} put in its place, {agree}."
-    return (
-        f"Confirmed in {len(places)} places, each wrong even where those before it are put right; with the "
-        f"uncached values of all of them, {agree}: {'; '.join(places)}."
-    )
 
 
 def _refusals(result: Milestone) -> Table:

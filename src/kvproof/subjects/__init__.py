@@ -1,6 +1,19 @@
 """The seam: what kvproof asks of a decoder, and one adapter file for each kind of decoder."""
 
 from kvproof.subjects._base import Session, Subject, limits_of
+from kvproof.subjects._callables import CallableSubject
+from kvproof.subjects._factory import as_subject
+from kvproof.subjects._given import CacheWays
+from kvproof.subjects._module import ModuleSubject
 from kvproof.subjects._reference import ReferenceSubject
 
-__all__ = ["ReferenceSubject", "Session", "Subject", "limits_of"]
+__all__ = [
+    "CacheWays",
+    "CallableSubject",
+    "ModuleSubject",
+    "ReferenceSubject",
+    "Session",
+    "Subject",
+    "as_subject",
+    "limits_of",
+]

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from kvproof._errors import SubjectError, UsageError
+from kvproof.scenarios import Ability
 from kvproof.subjects._base import Subject, at_the_seam
+from kvproof.subjects._factory import factory_of, subject_from
 
 #: The versions of transformers that the adapter was run on: from the first, below the second.
 TRANSFORMERS_VERSIONS = ("4.57.6", "6")
@@ -22,7 +24,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 class LoadOptions:
     """How a target is loaded, and what loading it may do."""
 
-    dtype: str = "float32"  #: the declared dtype, by torch's name
+    dtype: str | None = None  #: the declared dtype, by torch's name; None for float32, or a factory's own
     seed: int = 0  #: of a random model's weights
     attention: str = "eager"
     device: str = "cpu"
@@ -34,11 +36,15 @@ class LoadOptions:
 def load_target(target: str | None, options: LoadOptions) -> Subject:
     """Return the subject that ``target`` names, or that ``options.config`` describes.
 
-    ``target`` is a folder with a transformers model, a GGUF file, ``org/name`` on the hub, or ``random:TYPE``.
+    ``target`` is a folder with a transformers model, a GGUF file, ``org/name`` on the hub, ``random:TYPE``, or
+    ``package.module:factory`` or ``file.py:factory``, a function that returns a decoder.
 
     Raises `UsageError` for a target that is not there, cannot be loaded or cannot be audited, for a device or
     dtype that does not exist, and for a library that is not installed or was not run in that version.
     """
+    factory = None if target is None or Path(target).exists() else factory_of(target)
+    if target is not None and factory is not None:
+        return _made(target, factory, options)
     build = _builder(target, options)
     label = target or str(options.config)
     adapter = _adapter(label)
@@ -48,12 +54,29 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
         raise UsageError(f"{label} cannot be audited: {str(error).splitlines()[0]}") from error
 
 
+def _made(target: str, factory: tuple[str, str], options: LoadOptions) -> Subject:
+    """Return what a factory makes, in the dtype that was asked for."""
+    chosen = {
+        "--config": options.config,
+        "--attention": options.attention != "eager",
+        "--device": options.device != "cpu",
+    }
+    for flag in (flag for flag, given in chosen.items() if given):
+        raise UsageError(f"{flag} does not go with {target}: its factory decides")
+    subject = subject_from(target, *factory)
+    if options.dtype in (None, subject.info.dtype):
+        return subject
+    if Ability.CAST not in subject.info.abilities:
+        raise UsageError(f"{target} computes in {subject.info.dtype} and cannot be cast to {options.dtype}")
+    return subject.cast(_dtype(options.dtype))
+
+
 def _builder(target: str | None, options: LoadOptions) -> Callable[[Any], Subject]:
     """Return what builds the subject, given the adapter; refuse what can be refused without a library."""
     if (target is None) == (options.config is None):
         raise UsageError("give a TARGET or --config FILE, and not both")
     common = {
-        "dtype": _dtype(options.dtype),
+        "dtype": _dtype(options.dtype or "float32"),
         "attention": options.attention,
         "device": _device(options.device),
     }
@@ -73,7 +96,8 @@ def _builder(target: str | None, options: LoadOptions) -> Callable[[Any], Subjec
     if path.suffix != ".gguf" and _HUB_NAME.fullmatch(target):
         return lambda adapter: adapter.load_hub(target, network=options.network, **trusting)
     raise UsageError(
-        f"no such model: {target!r} is neither a folder, a .gguf file, org/name on the hub nor random:TYPE"
+        f"no such model: {target!r} is neither a folder, a .gguf file, org/name on the hub, random:TYPE nor "
+        "module:factory"
     )
 
 

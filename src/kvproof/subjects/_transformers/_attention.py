@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvproof._stages import Site, Stage
 from kvproof._trace import Tap
-from kvproof.subjects._transformers._taps import layer_of
+from kvproof.subjects._taps import layer_of
 
 Attention = Callable[..., Any]
 

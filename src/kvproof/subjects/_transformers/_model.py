@@ -24,10 +24,10 @@ from kvproof._stages import Site, Stage
 from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
 from kvproof.subjects._base import Generated, Opening, Session, Subject
+from kvproof.subjects._taps import tapped
 from kvproof.subjects._transformers import _caches, _generate, _positions, _states
 from kvproof.subjects._transformers._attention import attention_tapped
 from kvproof.subjects._transformers._tables import exact_tables
-from kvproof.subjects._transformers._taps import tapped
 from kvproof.subjects._transformers._tokenizer import Tokenizer
 
 #: How a cache moves its rows: the first keeps their number, the second may change it; some offer one alone.

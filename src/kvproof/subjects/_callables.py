@@ -1,0 +1,122 @@
+"""The adapter for a decoder in two functions, in any framework."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvproof._errors import SubjectError, UsageError
+from kvproof._report import SubjectInfo
+from kvproof._trace import Tap
+from kvproof.scenarios import Ability
+from kvproof.subjects._base import at_the_seam
+from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor
+
+#: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64
+#: NumPy array (seq,).
+Full = Callable[[Any], Any]
+#: ``step(ids, cache)``: logits (new, vocab), or (vocab,) of a single token, and the cache for the next call.
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class CallableSubject(GivenSubject):
+    """A decoder whose uncached path is ``full(ids)`` and whose cached path is ``step(ids, cache)``.
+
+    ``ids`` is a NumPy array (new,) of int64; the first call of a session gets None as its cache, and each
+    later one what the last returned. Logits may be torch tensors, NumPy arrays or
+    anything that speaks DLPack. The vocabulary's size and the declared dtype are those of ``full([0])``.
+    """
+
+    def __init__(
+        self,
+        full: Full,
+        step: Step,
+        *,
+        name: str | None = None,
+        context_len: int = NO_END,
+        ways: CacheWays = CacheWays(),  # noqa: B008 - it is frozen
+        cast: Callable[[str], tuple[Full, Step]] | None = None,
+    ) -> None:
+        """Wrap two functions.
+
+        ``context_len`` is the number of positions, where there is an end. ``ways`` says what can be done with a
+        cache beside stepping; by default it is copied, deeply. ``cast(dtype)`` returns both functions computing
+        in another dtype, such as ``"float64"``: without it, rounding can be told from bugs by noise alone.
+
+        Raises `UsageError` for what cannot be called, and `SubjectError` where ``full`` raises or returns no
+        logits.
+        """
+        for label, function in (("full", full), ("step", step)):
+            if not callable(function):
+                raise UsageError(f"{label} must be a function, not a {type(function).__name__}")
+        self.full, self._step, self._cast_to = full, step, cast
+        self.ways = ways
+        row = at_the_seam(lambda: self._logits(full(np.array([0])), 1))
+        self._info = SubjectInfo(
+            name=name or str(getattr(full, "__qualname__", type(full).__name__)),
+            digest="unknown",
+            mode="eval",
+            dtype=str(row.dtype).removeprefix("torch."),
+            num_layers=0,
+            vocab_size=row.shape[-1],
+            context_len=context_len,
+            abilities=(*((Ability.CAST,) if cast else ()), *ways.abilities()),
+        )
+
+    @property
+    def info(self) -> SubjectInfo:
+        """What the subject is and can do; its weights are not seen, and no layer of it."""
+        return self._info
+
+    def step(
+        self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
+    ) -> tuple[Tensor, Any]:
+        """Feed the one row's new tokens."""
+        returned = self._step(np.array(new[0], dtype=np.int64), cache)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise SubjectError(f"step(ids, cache) must return (logits, cache), not a {type(returned).__name__}")
+        logits = self._logits(returned[0], len(new[0]))
+        if len(logits) != len(new[0]):
+            raise SubjectError(f"step() gave {len(logits)} rows of logits for {len(new[0])} tokens")
+        return logits[None], returned[1]
+
+    def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
+        return self._kept_rows(ids, tap, range(len(ids)))
+
+    def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
+        """Return rows of one call, or of one call for each where a call gives its last row alone."""
+        rows = self._logits(self.full(np.array(ids, dtype=np.int64)), len(ids))
+        if len(rows) == len(ids):
+            return rows[keep.start : keep.stop]
+        if len(rows) != 1:
+            raise SubjectError(f"full() gave {len(rows)} rows of logits for {len(ids)} tokens")
+        each = (self.full(np.array(ids[: position + 1], dtype=np.int64)) for position in keep)
+        return torch.cat([self._logits(row, 1) for row in each])
+
+    def _logits(self, value: Any, num_new: int) -> Tensor:
+        """Return logits as (row, vocab), one row at least."""
+        logits = as_tensor(value, "the logits")
+        if logits.dim() == 3 and len(logits) == 1:
+            logits = logits[0]
+        if logits.dim() == 1:
+            logits = logits[None]
+        if logits.dim() != 2:
+            raise SubjectError(
+                f"logits of shape {tuple(logits.shape)} after {num_new} tokens: they are (token, vocab), or "
+                "(vocab,) of the last token"
+            )
+        return logits
+
+    def _cast(self, dtype: torch.dtype) -> "CallableSubject":
+        assert self._cast_to is not None
+        name = str(dtype).removeprefix("torch.")
+        full, step = self._cast_to(name)
+        own = self.info
+        cast = CallableSubject(
+            full, step, name=own.name, context_len=own.context_len, ways=self.ways, cast=self._cast_to
+        )
+        if cast.info.dtype != name:
+            raise SubjectError(f"cast({name!r}) gave a decoder whose logits are {cast.info.dtype}")
+        return cast

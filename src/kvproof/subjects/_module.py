@@ -1,0 +1,195 @@
+"""The adapter for anyone's own torch module."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvproof._digest import weights_digest
+from kvproof._errors import SubjectError, UsageError
+from kvproof._float64 import TrueFloat64
+from kvproof._report import SubjectInfo
+from kvproof._stages import Site, Stage
+from kvproof._trace import Tap, untouched
+from kvproof.scenarios import Ability, Boundaries
+from kvproof.subjects._base import at_the_seam
+from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor
+from kvproof.subjects._taps import layer_of, tapped
+
+
+class ModuleSubject(GivenSubject):
+    """A torch module, called as ``module(ids, cache=…)`` under the names that it has for its arguments.
+
+    ``ids`` is (batch, new) of int64 and goes first. Without a cache it is the uncached path: the logits (batch,
+    seq, vocab) of every position. With one it returns the logits of the new tokens and the cache: as a tuple of
+    both, as an object whose ``.logits`` and whose attribute named by ``new_cache`` they are, or as the logits
+    alone where the cache changes in place, which takes ``start``. The module is put into evaluation mode.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        cache: str,
+        positions: str | None = None,
+        mask: str | None = None,
+        new_cache: str | None = None,
+        cached_options: Mapping[str, Any] | None = None,
+        uncached_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        context_len: int = NO_END,
+        windows: Sequence[int] = (),
+        batch: bool = True,
+        start: Callable[[Any], Any] | None = None,
+        ways: CacheWays = CacheWays(),  # noqa: B008 - it is frozen
+    ) -> None:
+        """Wrap a module.
+
+        ``cache``, ``positions`` (batch, new) and ``mask`` (batch, seq), 1 where a token stands and 0 for the
+        padding before it, are the module's own names of these arguments; one that has none is not given.
+        ``cached_options`` and ``uncached_options`` go with each call of that path, such as
+        ``{"use_cache": True}``. ``context_len`` is the number of positions and ``windows`` the lengths of
+        sliding windows, where there are any: lengths are chosen around them. With ``batch``, sessions may hold
+        several rows. ``start(module)`` makes an empty cache, in the module's own dtype; without it the first call
+        is given None. ``ways`` says what can be done with a cache beside feeding it.
+
+        Raises `UsageError` for a name that the module's ``forward`` does not take, and `SubjectError` where a
+        first call raises or returns no logits.
+        """
+        names = {"cache": cache, "positions": positions, "mask": mask}
+        _check_names(module, {label: given for label, given in names.items() if given is not None})
+        self.module = module.eval().requires_grad_(False)
+        self.names = names
+        self.new_cache = new_cache
+        self.options = {True: dict(cached_options or {}), False: dict(uncached_options or {})}
+        self.ways = ways
+        self._start = start
+        self.batch = batch
+        self._boundaries = Boundaries(context_len=context_len, windows=tuple(windows))
+        tensors = (*module.parameters(), *module.buffers())
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        row = at_the_seam(lambda: self._rows([0], untouched))
+        padded = positions is not None and mask is not None
+        self._info = SubjectInfo(
+            name=name or type(module).__name__,
+            digest=weights_digest(module),
+            mode="eval",
+            dtype=str(row.dtype).removeprefix("torch."),
+            num_layers=1 + max((layer_of(part) or 0 for part, _ in module.named_modules()), default=0),
+            vocab_size=row.shape[-1],
+            context_len=context_len,
+            abilities=(
+                Ability.CAST,
+                Ability.TAP,
+                *((Ability.BATCH,) if batch else ()),
+                *((Ability.PAD,) if batch and padded else ()),
+                *ways.abilities(),
+            ),
+        )
+
+    @property
+    def info(self) -> SubjectInfo:
+        """What the subject is and can do."""
+        return self._info
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """The context and the windows that were declared."""
+        return self._boundaries
+
+    def start(self) -> Any:
+        """Return an empty cache, or None for the module to start with."""
+        return None if self._start is None else self._start(self.module)
+
+    def step(
+        self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
+    ) -> tuple[Tensor, Any]:
+        """Feed new tokens; shorter rows stand on the right, behind padding."""
+        num_new = max(map(len, new))
+        rows = [[*before, *ids] for before, ids in zip(old, new, strict=True)]
+        total = max(map(len, rows))
+        tokens = self._tensor([[0] * (total - len(row)) + row for row in rows])
+        real = self._tensor([[0] * (total - len(row)) + [1] * len(row) for row in rows])
+        positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, -num_new:]
+        arguments = {"cache": cache, "positions": positions, "mask": real}
+        output = self._call(tap, tokens[:, -num_new:], arguments, cached=True)
+        return self._read(output, cache)
+
+    def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
+        tokens = self._tensor([list(ids)])
+        positions = torch.arange(len(ids), device=self.device)[None]
+        output = self._call(tap, tokens, {"positions": positions}, cached=False)
+        return _logits(output)[0]
+
+    def _call(self, tap: Tap, tokens: Tensor, arguments: dict[str, Any], *, cached: bool) -> Any:
+        named = {str(self.names[key]): value for key, value in arguments.items() if self.names[key] is not None}
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if next(self.module.parameters(), tokens).dtype is torch.float64:
+                stack.enter_context(TrueFloat64())
+            if tap is not untouched:
+                tokens = tap(Site(Stage.TOKEN), tokens)
+                for stage, key in ((Stage.POSITION, "positions"), (Stage.MASK, "mask")):
+                    if key in arguments and self.names[key] is not None:
+                        named[str(self.names[key])] = tap(Site(stage), arguments[key])
+                stack.enter_context(tapped(self.module, tap, (tokens.shape[0], tokens.shape[1])))
+            return self.module(tokens, **named, **self.options[cached])
+
+    def _read(self, output: Any, cache: Any) -> tuple[Tensor, Any]:
+        """Return the logits and the cache that a call with a cache returned."""
+        if self.new_cache is not None:
+            if not hasattr(output, self.new_cache):
+                raise SubjectError(f"the module returned a {type(output).__name__} without {self.new_cache!r}")
+            return _logits(output), getattr(output, self.new_cache)
+        if isinstance(output, tuple) and len(output) == 2:
+            return _logits(output), output[1]
+        if cache is None:
+            raise SubjectError(
+                f"the module returned a {type(output).__name__} and no cache: it returns (logits, cache); or "
+                "new_cache= names the attribute, or start= makes a cache that changes in place"
+            )
+        return _logits(output), cache
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device)
+
+    def _cast(self, dtype: torch.dtype) -> "ModuleSubject":
+        return ModuleSubject(
+            copy.deepcopy(self.module).to(dtype),
+            **dict(self.names.items()),  # type: ignore[arg-type]
+            new_cache=self.new_cache,
+            cached_options=self.options[True],
+            uncached_options=self.options[False],
+            name=self.info.name,
+            context_len=self.info.context_len,
+            windows=self._boundaries.windows,
+            batch=self.batch,
+            start=self._start,
+            ways=self.ways,
+        )
+
+
+def _check_names(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Raise `UsageError` for a name that the module does not take, and show those that it does."""
+    signature = inspect.signature(module.forward)
+    taken = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return
+    for label, name in names.items():
+        if name not in taken:
+            raise UsageError(
+                f"{label}={name!r}: {type(module).__name__} has no such argument: forward{signature}"
+            )
+
+
+def _logits(output: Any) -> Tensor:
+    """Return the logits (batch, token, vocab) among what a module returned."""
+    value = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
+    logits = as_tensor(value, "the logits")
+    if logits.dim() != 3:
+        raise SubjectError(f"the module gave logits of shape {tuple(logits.shape)}, not (batch, token, vocab)")
+    return logits
