@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvproof._assert import MismatchError as MismatchError
+    from kvproof._assert import assert_match as assert_match
     from kvproof._audit import audit as audit
     from kvproof._errors import KvproofError as KvproofError
     from kvproof._errors import UsageError as UsageError
@@ -23,13 +25,20 @@ if TYPE_CHECKING:
     from kvproof.policies import Greedy as Greedy
     from kvproof.policies import Sample as Sample
     from kvproof.policies import Stops as Stops
+    from kvproof.subjects import CacheWays as CacheWays
+    from kvproof.subjects import CallableSubject as CallableSubject
+    from kvproof.subjects import ModuleSubject as ModuleSubject
     from kvproof.subjects import ReferenceSubject as ReferenceSubject
     from kvproof.subjects import Session as Session
     from kvproof.subjects import Subject as Subject
 
 _HOME = {
+    "CacheWays": "kvproof.subjects",
+    "CallableSubject": "kvproof.subjects",
     "Greedy": "kvproof.policies",
     "KvproofError": "kvproof._errors",
+    "MismatchError": "kvproof._assert",
+    "ModuleSubject": "kvproof.subjects",
     "ReferenceSubject": "kvproof.subjects",
     "Report": "kvproof._report",
     "Run": "kvproof._ledger",
@@ -41,6 +50,7 @@ _HOME = {
     "Tolerance": "kvproof._report",
     "UsageError": "kvproof._errors",
     "Verdict": "kvproof._report",
+    "assert_match": "kvproof._assert",
     "audit": "kvproof._audit",
     "cache_memory": "kvproof._milestone",
     "generate": "kvproof._generate",
@@ -48,7 +58,7 @@ _HOME = {
     "milestone": "kvproof._milestone",
     "replay": "kvproof._replay",
 }
-_SUBMODULES = ("faults", "policies", "reference", "scenarios", "subjects")
+_SUBMODULES = ("conformance", "faults", "policies", "reference", "scenarios", "subjects")
 
 __all__ = [
     *_HOME,

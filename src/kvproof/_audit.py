@@ -30,7 +30,7 @@ from kvproof._report import (
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, catalogue, longest_sequences, usable
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, catalogue, longest_sequences, named, usable
 from kvproof.subjects import Subject, as_subject, limits_of
 
 #: The check that comes before every scenario where rows are taken from one pass.
@@ -43,8 +43,10 @@ DEFAULT_LENGTH = 28
 
 def audit(
     decoder: object,
-    scenarios: Iterable[Scenario] | None = None,
+    scenarios: Iterable[Scenario | str] | None = None,
     *,
+    length: int = DEFAULT_LENGTH,
+    seed: int = 0,
     faults: Iterable[Fault] = (),
     tolerance: Tolerance | None = None,
     reference: Reference = "one-pass",
@@ -58,7 +60,8 @@ def audit(
     """Compare the cached path with the uncached one at every row of every scenario.
 
     ``decoder`` is a `Subject`, a pair of functions (full, step) as `CallableSubject` takes them, or a model of
-    transformers; ``scenarios`` are by default the whole catalogue, over two sequences of random tokens.
+    transformers. ``scenarios`` are programs, or names of the catalogue's, which are made over two sequences of
+    ``length`` random tokens, or fewer where the context ends, drawn by ``seed``; by default all of them.
     Each of ``faults`` is planted in the cached path afterwards, and the same scenarios must reject it.
     ``tolerance`` defaults to the declared one of the subject's dtype. ``reference`` says how uncached rows
     are computed: one forward for each prefix, or one for each longest sequence, after a proof that the
@@ -74,7 +77,7 @@ def audit(
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
     """
     subject = as_subject(decoder)
-    programs = list(whole_catalogue(subject) if scenarios is None else scenarios)
+    programs = list(_programs(subject, scenarios, length, seed))
     if not programs:
         raise UsageError("an audit needs at least one scenario")
     auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
@@ -423,10 +426,16 @@ class Auditor:
             return None
 
 
-def whole_catalogue(subject: Subject) -> tuple[Scenario, ...]:
-    """Return every scenario of the catalogue, over random tokens that the context takes."""
-    length = min(DEFAULT_LENGTH, subject.info.context_len)
-    return catalogue(*random_sequences(subject, length, seed=0), subject.boundaries)
+def _programs(
+    subject: Subject, scenarios: Iterable[Scenario | str] | None, length: int, seed: int
+) -> Iterator[Scenario]:
+    """Yield the programs that a caller gave, and the catalogue's in place of their names."""
+    wanted = None if scenarios is None else list(scenarios)
+    names = [] if wanted is None else [entry for entry in wanted if isinstance(entry, str)]
+    if wanted is None or names:
+        sequences = random_sequences(subject, min(length, subject.info.context_len), seed)
+        yield from named(catalogue(*sequences, subject.boundaries), only=names)
+    yield from (entry for entry in wanted or () if not isinstance(entry, str))
 
 
 def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

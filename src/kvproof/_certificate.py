@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kvproof._calls import Layout, TracedCall
 from kvproof._compare import Evidence, gap_between, judge, largest
 from kvproof._errors import KvproofError
@@ -26,9 +28,8 @@ from kvproof.subjects import Session
 
 #: So many tokens are enough to plant every fault, and to pass a short window.
 MOST_TOKENS = 16
-#: Steps of the bisection between no change and a change of the entry's own size; these leave a factor of 1.04.
-_NUM_HALVINGS = 10
-_LEAST_CHANGE = 1e-16
+#: The bisection ends at a factor of about this.
+_FACTOR = 1.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +124,25 @@ class Certifier:
             self.runs = OnePassRuns(self.rung.subject, sorted(whole))
 
     def _clean_trial(self, program: Scenario) -> _Trial:
-        """Run a program without a fault: what differs then is no fault's doing."""
+        """Run a program without a fault, for its rows alone: what differs then is no fault's doing."""
         if program not in self._clean:
-            trial = self._trial(program, Planting())
-            if trial.differs:
-                trial = _Trial(
-                    gap=trial.gap, differs=True, site=trial.site, reason="its rows differ all the same"
-                )
-            self._clean[program] = trial
+            differs, gap, reason = False, 0.0, None
+            try:
+                prompted = self._prompted(self.rung, program)
+                for call in run_program(self.rung.subject, program, prompted=prompted):
+                    for row in call.rows:
+                        gap = largest((gap, self._gap(row)))
+                        differs = differs or self._is_beyond_limit(row)
+            except KvproofError as error:
+                reason = str(error).splitlines()[0]
+            reason = "its rows differ all the same" if differs else reason
+            self._clean[program] = _Trial(gap=gap, differs=differs, site=None, reason=reason)
         return self._clean[program]
+
+    def _gap(self, row: Row) -> float:
+        """Return a row's gap, relative to its scale."""
+        gap = gap_between(self.runs.over(row.prefix).logits[len(row.prefix) - 1], row.logits)
+        return gap.size / gap.scale if gap.scale else gap.size
 
     def _mutant(self, fault: CatalogueFault, place: Place) -> Mutant:
         trial = self._trial(self._program(fault, place), fault.plant(place))
@@ -165,10 +176,8 @@ class Certifier:
                 _, found = compared(judge, call, search=first is None)
                 first = first or found
                 for row in rows if not differs else ():
-                    run = self.runs.over(row.prefix)
-                    own = gap_between(run.logits[len(row.prefix) - 1], row.logits)
-                    gap = largest((gap, own.size / own.scale if own.scale else own.size))
-                    differs = differs or run.logits_differ(len(row.prefix), row.logits)
+                    gap = largest((gap, self._gap(row)))
+                    differs = differs or self._is_beyond_limit(row)
                 if first and differs:
                     break
         except KvproofError as error:
@@ -218,7 +227,7 @@ class Certifier:
                 layer=layer,
                 tensor=tensor,
                 position=place.position - 1,
-                value=_bisected(seen),
+                value=_bisected(seen, torch.finfo(getattr(torch, rung.subject.info.dtype)).eps / 4),
             )
 
     def _is_beyond_limit(self, row: Row) -> bool:
@@ -243,12 +252,12 @@ class Certifier:
         return not judge(evidence)[0].passes
 
 
-def _bisected(seen: Callable[[float], bool]) -> float | None:
-    """Return the smallest change that is seen, to within a factor that the number of halvings gives."""
-    low, high = math.log10(_LEAST_CHANGE), 0.0
+def _bisected(seen: Callable[[float], bool], least: float) -> float | None:
+    """Return the smallest change that is seen, from ``least`` on, below which no value changes, to 1."""
+    low, high = math.log10(least), 0.0
     if not seen(1.0):
         return None
-    for _ in range(_NUM_HALVINGS):
+    while high - low > math.log10(_FACTOR):
         middle = (low + high) / 2
         low, high = (low, middle) if seen(10.0**middle) else (middle, high)
     return float(10.0**high)

@@ -31,7 +31,7 @@ Reference = Literal["literal", "one-pass"]
 Prefix = tuple[int, ...]
 
 #: Up to this length the first sequence's rows are computed both ways at every prefix.
-CAUSALITY_LEN = 12
+CAUSALITY_LEN = 8
 #: Rows are computed in blocks of at most this many bytes …
 BLOCK_BYTES = 2**26
 #: … of which no more than this is kept, for each rung.
@@ -103,7 +103,9 @@ class Uncached:
         self._dtype: torch.dtype = getattr(torch, subject.info.dtype)
         self.top: Rung | None = None
         self.no_top_reason: str | None = None if top_rung else "left out as asked"
-        if top_rung and Ability.CAST not in subject.info.abilities:
+        if top_rung and Ability.CAST not in subject.info.abilities and self._dtype is TOP_RUNG:
+            self.top = self.declared
+        elif top_rung and Ability.CAST not in subject.info.abilities:
             self.no_top_reason = "the subject cannot be cast"
         elif top_rung:
             try:

@@ -46,13 +46,24 @@ def assert_shown(shown: list[str], printed: list[str]) -> None:
         at = starts[0] + len(wanted)
 
 
-def test_the_ten_lines_print_what_they_show(tmp_path: Path):
-    (code,), (shown, *_) = blocks("python"), blocks("text")
+@pytest.mark.parametrize("number", [0, 1], ids=["the reference system", "your own decoder"])
+def test_the_code_prints_what_it_shows(number: int, tmp_path: Path):
+    code, shown = blocks("python")[number], blocks("text")[number]
     assert masked(run([sys.executable, "-c", code], tmp_path)) == masked(shown)
+
+
+def test_the_test_suite_finds_the_bug_of_the_code_before_it(tmp_path: Path):
+    _, decoder, suite = blocks("python")
+    (tmp_path / "test_mine.py").write_text(decoder.replace("print(", "(") + suite)
+    printed = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "test_mine.py"], tmp_path)
+    assert "1 failed, 1 passed, 1 skipped" in printed
+    assert "The cached path diverges" in printed
+    assert "the subject lacks the ability: crop" in printed
 
 
 @pytest.mark.parametrize("session", blocks("console"), ids=lambda text: text.split("\n")[0])
 def test_the_commands_print_what_they_show(session: str, tmp_path: Path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for part in session.split("$ ")[1:]:
         command, _, shown = part.partition("\n")
         printed = masked(run(shlex.split(command), tmp_path))
@@ -80,7 +91,7 @@ def test_every_file_that_the_readme_names_is_there():
 
 
 def test_the_example_tells_the_whole_story(tmp_path: Path):
-    (example,) = (ROOT / "examples").glob("*.py")
+    example = ROOT / "examples" / "generate-with-kv-cache.py"
     text = example.read_text("utf-8")
     assert text.count("\n") < 80
     assert f"in {text.count(chr(10))} lines" in README

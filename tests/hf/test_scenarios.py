@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import GenerationConfig
 
+from kvproof import Verdict, audit
 from kvproof._errors import AbilityError, ContextError, SubjectError, UsageError
 from kvproof._programs import Coverage, run_program
 from kvproof._stages import Site, Stage
@@ -310,3 +311,15 @@ def test_rows_that_generate_does_not_give_are_missed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(subject.model), "_has_unfinished_sequences", lambda self, done, *rest, **more: False)
     with pytest.raises(SubjectError, match=r"generate\(\) gave no row after 1 2"):
         subject.generate(forced(Method.GREEDY, ((1, 2),), (((0, 1),), ((0, 4),))))
+
+
+def test_what_a_quantised_cache_costs_is_shown_and_not_held_against_it():
+    pytest.importorskip("optimum.quanto", reason="the library quantises a cache with optimum-quanto alone")
+    subject = random_model("llama", seed=0, dtype=torch.float32, attention="eager")
+    report = audit(subject, ["token-by-token", "quantised cache"], all_values=False)
+    assert report.verdict.passes
+    quantised = next(s for s in report.scenarios if s.name == "quantised cache")
+    assert (quantised.verdict, quantised.advice) == (Verdict.DIVERGED, True)
+    assert quantised.divergence.stage in (Stage.CACHE_K, Stage.CACHE_V)
+    first = quantised.rows[0]
+    assert 0.001 * first.scale < quantised.largest_gap < first.scale  # few bits, and no bug

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvproof._errors import SubjectError, UsageError
 from kvproof._report import SubjectInfo
-from kvproof._trace import Tap
+from kvproof._stages import Site, Stage
+from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import at_the_seam
 from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor
@@ -62,7 +63,7 @@ class CallableSubject(GivenSubject):
             num_layers=0,
             vocab_size=row.shape[-1],
             context_len=context_len,
-            abilities=(*((Ability.CAST,) if cast else ()), *ways.abilities()),
+            abilities=(Ability.TAP, *((Ability.CAST,) if cast else ()), *ways.abilities()),
         )
 
     @property
@@ -74,7 +75,7 @@ class CallableSubject(GivenSubject):
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
     ) -> tuple[Tensor, Any]:
         """Feed the one row's new tokens."""
-        returned = self._step(np.array(new[0], dtype=np.int64), cache)
+        returned = self._step(_shown(new[0], tap), cache)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise SubjectError(f"step(ids, cache) must return (logits, cache), not a {type(returned).__name__}")
         logits = self._logits(returned[0], len(new[0]))
@@ -87,7 +88,7 @@ class CallableSubject(GivenSubject):
 
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
         """Return rows of one call, or of one call for each where a call gives its last row alone."""
-        rows = self._logits(self.full(np.array(ids, dtype=np.int64)), len(ids))
+        rows = self._logits(self.full(_shown(ids, tap)), len(ids))
         if len(rows) == len(ids):
             return rows[keep.start : keep.stop]
         if len(rows) != 1:
@@ -120,3 +121,11 @@ class CallableSubject(GivenSubject):
         if cast.info.dtype != name:
             raise SubjectError(f"cast({name!r}) gave a decoder whose logits are {cast.info.dtype}")
         return cast
+
+
+def _shown(ids: Sequence[int], tap: Tap) -> np.ndarray:
+    """Return tokens as an array, shown to the tap: of what two functions compute, the one value that can be."""
+    tokens = np.array(ids, dtype=np.int64)
+    if tap is not untouched:
+        tokens = tap(Site(Stage.TOKEN), torch.from_numpy(tokens)[None])[0].numpy()
+    return tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,15 +132,11 @@ def as_tensor(value: Any, what: str) -> Tensor:
 def _converted(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    if hasattr(value, "__array__") and not hasattr(value, "__dlpack_device__"):
-        return torch.as_tensor(value.__array__())
+    if not hasattr(value, "__dlpack__"):
+        raise SubjectError(
+            f"{what} are a {type(value).__name__}: give a torch tensor, a NumPy array or what speaks DLPack"
+        )
     try:
         return torch.utils.dlpack.from_dlpack(value)
     except BufferError:  # an array that must not be written to is not lent, so it is copied
-        import numpy as np
-
         return torch.from_numpy(np.array(value))
-    except (TypeError, AttributeError) as error:
-        raise SubjectError(
-            f"{what} are a {type(value).__name__}: give a torch tensor, a NumPy array or what speaks DLPack"
-        ) from error

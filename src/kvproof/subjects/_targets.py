@@ -56,13 +56,10 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
 
 def _made(target: str, factory: tuple[str, str], options: LoadOptions) -> Subject:
     """Return what a factory makes, in the dtype that was asked for."""
-    chosen = {
-        "--config": options.config,
-        "--attention": options.attention != "eager",
-        "--device": options.device != "cpu",
-    }
-    for flag in (flag for flag, given in chosen.items() if given):
-        raise UsageError(f"{flag} does not go with {target}: its factory decides")
+    if options.config is not None:
+        raise UsageError("give a TARGET or --config FILE, and not both")
+    if (options.attention, options.device) != ("eager", "cpu"):
+        raise UsageError(f"--attention and --device do not go with {target}: its factory decides")
     subject = subject_from(target, *factory)
     if options.dtype in (None, subject.info.dtype):
         return subject

@@ -3,11 +3,14 @@
 The network is asked, and code that comes with a model is run, only where the caller says so.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import modeling_auto
@@ -104,7 +107,23 @@ def load_gguf(file: Path, *, dtype: torch.dtype, attention: str, device: str = "
         "gguf_file": file.name,
         "local_files_only": True,
     }
-    return _load(file.name, source, dtype, attention, device, trust_remote_code=False)
+    with _plain_maps():
+        return _load(file.name, source, dtype, attention, device, trust_remote_code=False)
+
+
+@contextmanager
+def _plain_maps() -> Iterator[None]:
+    """Let mapped files come as plain arrays: a GGUF file's lists are sliced value by value, slow in a memmap."""
+    memmap = np.memmap
+
+    def plain(*args: Any, **options: Any) -> Any:
+        return memmap(*args, **options).view(np.ndarray)
+
+    np.memmap = plain  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        np.memmap = memmap  # type: ignore[misc]
 
 
 def random_model(
@@ -175,10 +194,12 @@ def _load(
             ]
             raise UsageError(f"{name}: its weights do not fit its config.json: {_listed(shapes)}")
         model = model.to(device)
-    tokenizer = Tokenizer(
-        name, lambda: AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
-    )
-    return TransformersSubject(model, name=name, tokenizer=tokenizer)
+
+    def load_tokenizer() -> Any:
+        with _plain_maps():
+            return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
+
+    return TransformersSubject(model, name=name, tokenizer=Tokenizer(name, load_tokenizer))
 
 
 def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool) -> Any:

@@ -1,10 +1,16 @@
-"""A decoder in NumPy, through two functions: kvproof audit examples/decoders/numpy_gpt.py:healthy
+"""A decoder in NumPy, through two functions: kvproof audit examples/numpy_gpt.py:subject
 
 One layer of attention with learnt positions. ``full(ids)`` computes every row from nothing; ``step(ids, cache)``
 keeps keys and values as arrays. With the bug, a step asks for its position after it has advanced the length.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+
+from kvproof.subjects import CacheWays, CallableSubject
+
+Cache = tuple[np.ndarray, np.ndarray]
 
 VOCAB, WIDTH, HEADS, CONTEXT = 37, 16, 2, 64
 
@@ -21,10 +27,10 @@ class Weights:
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Return what the newest tokens read; all are (token, width), and the last query stands beside the last key."""
+    """Return what new tokens read; all are (token, width), and the last query stands beside the last key."""
     num_new, num_all = len(q), len(k)
     heads = [part.reshape(len(part), HEADS, -1).transpose(1, 0, 2) for part in (q, k, v)]
-    scores = heads[0] @ heads[1].transpose(0, 2, 1) / np.sqrt(heads[0].shape[-1])
+    scores = heads[0] @ heads[1].transpose(0, 2, 1) * (WIDTH // HEADS) ** -0.5
     visible = np.tril(np.ones((num_new, num_all), dtype=bool), num_all - num_new)
     scores = np.where(visible, scores, np.finfo(scores.dtype).min)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -32,7 +38,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return (weights @ heads[2]).transpose(1, 0, 2).reshape(num_new, -1)
 
 
-def decoder(dtype: str = "float32", *, bug: bool = False):
+def decoder(dtype: str = "float32", *, bug: bool = False) -> tuple[Callable, Callable]:
     """Return full(ids) and step(ids, cache)."""
     weights = Weights(dtype)
     part = weights.parts
@@ -44,7 +50,7 @@ def decoder(dtype: str = "float32", *, bug: bool = False):
         x = embedded(ids, 0)
         return (x + attend(x @ part["q"], x @ part["k"], x @ part["v"])) @ part["out"]
 
-    def step(ids: np.ndarray, cache: tuple[np.ndarray, np.ndarray] | None):
+    def step(ids: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         old_k, old_v = cache if cache is not None else (np.zeros((0, WIDTH), dtype),) * 2
         start = len(old_k)
         if bug and start:
@@ -56,10 +62,8 @@ def decoder(dtype: str = "float32", *, bug: bool = False):
     return full, step
 
 
-def healthy(*, bug: bool = False):
-    """Return the decoder as kvproof takes it: in another dtype too, and with a cache that can be cropped."""
-    from kvproof.subjects import CacheWays, CallableSubject
-
+def subject(*, bug: bool = False) -> CallableSubject:
+    """Return the decoder as kvproof takes it: in any dtype, and with a cache that can be cropped."""
     return CallableSubject(
         *decoder(bug=bug),
         context_len=CONTEXT,
@@ -68,6 +72,6 @@ def healthy(*, bug: bool = False):
     )
 
 
-def position_after_the_step():
+def broken() -> CallableSubject:
     """Return the decoder with its bug."""
-    return healthy(bug=True)
+    return subject(bug=True)

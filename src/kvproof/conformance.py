@@ -1,0 +1,278 @@
+"""Does an adapter keep what the seam asks of it? One call for whoever writes a `Subject`.
+
+An audit takes an adapter at its word: that a fork shares nothing, that a tap's value is what the decoder goes
+on with. Where that is not so, an audit's findings would be the adapter's doing. `check` holds an adapter to its
+word, one ability at a time, on a few tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvproof._audit import random_sequences
+from kvproof._errors import ContextError, KvproofError
+from kvproof._numerics import declared_tolerance
+from kvproof._stages import Site, Stage
+from kvproof._trace import Recorder
+from kvproof.scenarios import Ability
+from kvproof.subjects import Session, Subject, as_subject
+
+_NUM_TOKENS = 8
+#: A gap of so many times the declared tolerance is no rounding of the same calls in another order.
+_FACTOR = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One promise of an adapter, and whether it keeps it."""
+
+    promise: str
+    problem: str | None  #: None where it is kept
+
+    def __str__(self) -> str:
+        """Return it in a line."""
+        return f"{'kept' if self.problem is None else 'BROKEN'}: {self.promise}" + (
+            f": {self.problem}" if self.problem else ""
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conformance:
+    """What came of every promise that the declared abilities make."""
+
+    name: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all are kept."""
+        return all(check.problem is None for check in self.checks)
+
+    def __str__(self) -> str:
+        """Return one line for each, the broken ones first."""
+        ordered = sorted(self.checks, key=lambda check: check.problem is None)
+        return "\n".join((f"{self.name}:", *map(str, ordered)))
+
+
+class _Broken(Exception):
+    """A promise that is not kept, and how that was seen."""
+
+
+def check(decoder: object) -> Conformance:
+    """Hold an adapter to what it declares; ``decoder`` is what `audit` takes.
+
+    Raises `UsageError` where it is no decoder, or its context holds fewer than 4 tokens.
+    """
+    subject = as_subject(decoder)
+    examiner = _Examiner(subject)
+    return Conformance(
+        name=subject.info.name, checks=tuple(_checked(promise, run) for promise, run in examiner.promises())
+    )
+
+
+def assert_conforms(decoder: object) -> None:
+    """Raise `AssertionError` with every promise that an adapter breaks."""
+    result = check(decoder)
+    assert result.passed, str(result)
+
+
+def _checked(promise: str, run: Callable[[], None]) -> Check:
+    try:
+        run()
+    except (_Broken, KvproofError) as error:
+        return Check(promise=promise, problem=str(error).splitlines()[0])
+    return Check(promise=promise, problem=None)
+
+
+class _Examiner:
+    """A few tokens of two sequences, and what the uncached path makes of them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        length = min(_NUM_TOKENS, subject.info.context_len)
+        self.a, self.b = random_sequences(subject, length, seed=0)
+        self.half = length // 2
+        self.tolerance = declared_tolerance(getattr(torch, subject.info.dtype))
+
+    def promises(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield what the seam and each declared ability promise, with what tries it."""
+        yield "rows are of the declared dtype, and the same each time", self._rows
+        yield "tokens past the context are refused, and nothing is changed by that", self._context
+        yield "sessions do not feel each other", self._sessions
+        yield "a reset session is as good as a new one", self._reset
+        for ability, promise, run in (
+            (Ability.TAP, "a tap sees the tokens, and changes nothing by looking", self._looking),
+            (Ability.TAP, "what a tap returns is what the decoder goes on with", self._changing),
+            (Ability.TAP, "a call that raises leaves the session as it was", self._raising),
+            (Ability.CAST, "a cast decoder is the same one in another dtype", self._cast),
+            (Ability.FORK, "a fork shares nothing with what it was forked from", self._fork),
+            (Ability.CROP, "after a crop other tokens follow as if the old ones had never been", self._crop),
+            (Ability.BATCH, "a batch row is what it is alone", self._batch),
+            (Ability.REORDER, "rows that are reordered take their state along", self._reorder),
+            (Ability.INSPECT, "cache tensors are by layer, with the batch on axis 0", self._inspect),
+            (Ability.EDIT, "tensors that are put back change nothing, and others do", self._edit),
+        ):
+            if ability in self.subject.info.abilities:
+                yield promise, run
+
+    def _stepped(self, ids: tuple[int, ...], session: Session | None = None) -> Tensor:
+        """Return the rows (new, vocab) of feeding one token after another."""
+        session = self.subject.session() if session is None else session
+        return torch.cat([session.extend([[token]])[0] for token in ids])
+
+    def _same(self, one: Tensor, other: Tensor, what: str) -> None:
+        gap = float((one.double() - other.double()).abs().max())
+        scale = float(other.abs().max())
+        if not gap <= _FACTOR * self.tolerance.allowed(scale):
+            raise _Broken(f"{what} differs by {gap:.3g} of {scale:.3g}")
+
+    def _rows(self) -> None:
+        first, second = self.subject.rows(self.a), self.subject.rows(self.a)
+        dtype = str(first.dtype).removeprefix("torch.")
+        if dtype != self.subject.info.dtype:
+            raise _Broken(f"rows are {dtype}, and {self.subject.info.dtype} is declared")
+        if not torch.equal(first, second):
+            raise _Broken("two calls with the same tokens give different rows")
+
+    def _context(self) -> None:
+        if self.subject.boundaries.context_len != self.subject.info.context_len:
+            raise _Broken(
+                f"the boundaries say {self.subject.boundaries.context_len} positions, the info "
+                f"{self.subject.info.context_len}"
+            )
+        if self.subject.info.context_len > len(self.a):
+            return  # filling a long context to its end is what the scenario of that name is for
+        session = self.subject.session()
+        session.extend([self.a])
+        try:
+            session.extend([self.a[:1]])
+        except ContextError:
+            return
+        raise _Broken("a token past the last position was taken")
+
+    def _sessions(self) -> None:
+        one, two = self.subject.session(), self.subject.session()
+        rows = [(one.extend([[x]])[0, 0], two.extend([[y]])[0, 0]) for x, y in zip(self.a, self.b, strict=True)]
+        self._same(
+            torch.stack([x for x, _ in rows]), self._stepped(self.a), "a session run in turns with another"
+        )
+
+    def _reset(self) -> None:
+        session = self.subject.session()
+        session.extend([self.b])
+        session.reset()
+        self._same(self._stepped(self.a, session), self._stepped(self.a), "a reset session")
+
+    def _looking(self) -> None:
+        recorder = Recorder()
+        looked = self._stepped(self.a, self.subject.session(tap=recorder))
+        if not torch.equal(looked, self._stepped(self.a)):
+            raise _Broken("rows change when a tap looks on")
+        tokens = recorder.take().get(Site(Stage.TOKEN))
+        if tokens is None:
+            raise _Broken("the tap is never shown the tokens")
+
+    def _changing(self) -> None:
+        other = self.b[-1] if self.b[-1] != self.a[-1] else (self.a[-1] + 1) % self.subject.info.vocab_size
+
+        def tap(site: Site, value: Tensor, /) -> Tensor:
+            return torch.full_like(value, other) if site.stage is Stage.TOKEN else value
+
+        rows = self.subject.session(tap=tap).extend([self.a[-1:]])[0]
+        self._same(rows, self.subject.session().extend([[other]])[0], "a call whose token a tap replaced")
+
+    def _raising(self) -> None:
+        armed = False
+
+        def tap(site: Site, value: Tensor, /) -> Tensor:
+            if armed:
+                raise RuntimeError("a tap raised")
+            return value
+
+        session = self.subject.session(tap=tap)
+        before = self._stepped(self.a[: self.half], session)
+        armed = True
+        try:
+            session.extend([self.b[:2]])
+            raise _Broken("a tap that raises is not heard")
+        except KvproofError:
+            armed = False
+        rows = torch.cat([before, self._stepped(self.a[self.half :], session)])
+        self._same(rows, self._stepped(self.a), "what follows a call that raised")
+
+    def _cast(self) -> None:
+        cast = self.subject.cast(torch.float64)
+        if cast.info.dtype != "float64" or cast.rows(self.a).dtype is not torch.float64:
+            raise _Broken("cast to float64, it does not compute in float64")
+        self._same(self.subject.rows(self.a), cast.rows(self.a), "the decoder in float64")
+
+    def _fork(self) -> None:
+        session = self.subject.session()
+        head, a, b = self.a[: self.half], self.a[self.half :], self.b[self.half :]
+        session.extend([head])
+        child = session.fork()
+        rows = [(session.extend([[x]])[0, 0], child.extend([[y]])[0, 0]) for x, y in zip(a, b, strict=True)]
+        self._same(torch.stack([x for x, _ in rows]), self._after(head, a), "what was forked from")
+        self._same(torch.stack([y for _, y in rows]), self._after(head, b), "the fork")
+
+    def _after(self, head: tuple[int, ...], ids: tuple[int, ...]) -> Tensor:
+        session = self.subject.session()
+        session.extend([head])
+        return self._stepped(ids, session)
+
+    def _crop(self) -> None:
+        session = self.subject.session(needs={Ability.CROP})
+        session.extend([self.a])
+        session.crop(self.half)
+        rows = self._stepped(self.b[self.half :], session)
+        self._same(rows, self._after(self.a[: self.half], self.b[self.half :]), "what follows a crop")
+
+    def _batch(self) -> None:
+        session = self.subject.session(batch=2)
+        session.extend([self.a[: self.half], self.b[: self.half]])
+        pairs = zip(self.a[self.half :], self.b[self.half :], strict=True)
+        rows = torch.stack([session.extend([[x], [y]])[:, 0] for x, y in pairs], dim=1)
+        for row, ids in zip(rows, (self.a, self.b), strict=True):
+            self._same(row, self._after(ids[: self.half], ids[self.half :]), "a batch row")
+
+    def _reorder(self) -> None:
+        session = self.subject.session(batch=2, needs={Ability.REORDER})
+        session.extend([self.a[: self.half], self.b[: self.half]])
+        session.reorder([1, 0])
+        rows = session.extend([[self.b[self.half]], [self.a[self.half]]])[:, 0]
+        for row, ids in zip(rows, (self.b, self.a), strict=True):
+            self._same(row, self._after(ids[: self.half], ids[self.half : self.half + 1])[0], "a reordered row")
+
+    def _inspect(self) -> None:
+        batch = 2 if Ability.BATCH in self.subject.info.abilities else 1
+        session = self.subject.session(batch=batch)
+        session.extend([self.a[: self.half], self.b[: self.half]][:batch])
+        layers = session.cache_tensors()
+        if not any(layers):
+            raise _Broken("no layer shows a tensor")
+        for number, layer in enumerate(layers):
+            for name, tensor in layer.items():
+                if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != batch:
+                    raise _Broken(f"{name} of layer {number} is not a tensor with {batch} rows on axis 0")
+
+    def _edit(self) -> None:
+        head, rest = self.a[: self.half], self.a[self.half :]
+        session = self.subject.session()
+        session.extend([head])
+        session.edit(lambda layers: None)
+        own = self._after(head, rest)
+        self._same(self._stepped(rest, session), own, "a session whose own tensors were put back")
+        changed = self.subject.session()
+        changed.extend([head])
+        changed.edit(_negated)
+        if torch.equal(self._stepped(rest, changed), own):
+            raise _Broken("tensors that were replaced change nothing")
+
+
+def _negated(layers: tuple[dict[str, Tensor], ...]) -> None:
+    for layer in layers:
+        for name, tensor in layer.items():
+            if tensor.is_floating_point():
+                layer[name] = -tensor
