@@ -11,7 +11,8 @@ import time
 
 import torch
 
-from kvproof._audit import audit, random_sequences
+from kvproof._audit import audit
+from kvproof._prompts import random_sequences
 from kvproof.scenarios import catalogue
 from kvproof.subjects._transformers import random_model
 
@@ -50,9 +51,8 @@ def main() -> int:
         beyond += ratio > MOST
         extra, audited = (statistics.median(side) for side in zip(*pairs, strict=True))
         late = "  BEYOND" if ratio > MOST else ""
-        print(
-            f"{model_type:14} certificate / audit {ratio:5.2f}  at most {MOST:g}  {extra:.1f} / {audited:.1f} s{late}"
-        )
+        times = f"{extra:.1f} / {audited:.1f} s"
+        print(f"{model_type:14} certificate / audit {ratio:5.2f}  at most {MOST:g}  {times}{late}", flush=True)
     return int(bool(beyond))
 
 

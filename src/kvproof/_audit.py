@@ -15,6 +15,7 @@ from kvproof._localise import Localisation, localise
 from kvproof._machine import environment
 from kvproof._numerics import CONSTANTS, STRUCTURAL_FLOOR, TABLE_UNITS, declared_tolerance, structural_limit
 from kvproof._programs import Coverage, run_program
+from kvproof._prompts import DEFAULT_LENGTH, programs_for
 from kvproof._report import (
     SCHEMA_VERSION,
     Certificate,
@@ -30,15 +31,13 @@ from kvproof._report import (
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, catalogue, longest_sequences, named, usable
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, longest_sequences, usable
 from kvproof.subjects import Subject, as_subject, limits_of
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
 NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
 _SHORTEST_CERTIFIED = 4
-#: Tokens a sequence, where the caller gives no scenarios.
-DEFAULT_LENGTH = 28
 
 
 def audit(
@@ -77,7 +76,7 @@ def audit(
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
     """
     subject = as_subject(decoder)
-    programs = list(_programs(subject, scenarios, length, seed))
+    programs = list(programs_for(subject, scenarios, length, seed))
     if not programs:
         raise UsageError("an audit needs at least one scenario")
     auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
@@ -424,30 +423,6 @@ class Auditor:
             return four_ways(self.uncached, bad.ids, actual)
         except SubjectError:  # the finding stands without it
             return None
-
-
-def _programs(
-    subject: Subject, scenarios: Iterable[Scenario | str] | None, length: int, seed: int
-) -> Iterator[Scenario]:
-    """Yield the programs that a caller gave, and the catalogue's in place of their names."""
-    wanted = None if scenarios is None else list(scenarios)
-    names = [] if wanted is None else [entry for entry in wanted if isinstance(entry, str)]
-    if wanted is None or names:
-        sequences = random_sequences(subject, min(length, subject.info.context_len), seed)
-        yield from named(catalogue(*sequences, subject.boundaries), only=names)
-    yield from (entry for entry in wanted or () if not isinstance(entry, str))
-
-
-def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two sequences of random ids, drawn from the seed alone; raise `UsageError` past the context."""
-    if length > subject.info.context_len:
-        raise UsageError(
-            f"{length} tokens are more than the context of {subject.info.context_len} that "
-            f"{subject.info.name} accepts"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, subject.info.vocab_size, (2, length), generator=generator).tolist()
-    return tuple(ids[0]), tuple(ids[1])
 
 
 def _result(

@@ -18,13 +18,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, TypeVar
 
-from kvproof._audit import audit, random_sequences
+from kvproof._audit import audit
 from kvproof._codec import CodecError, from_plain, strict_loads, to_plain
 from kvproof._errors import OutputError, UsageError
 from kvproof._files import write_whole
 from kvproof._machine import environment
 from kvproof._memory import own_peak_mb
 from kvproof._milestone import one_thread
+from kvproof._prompts import random_sequences
 from kvproof._report import Report, ScenarioResult
 from kvproof._table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.render.markdown import render

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvproof._audit import random_sequences
 from kvproof._errors import ContextError, KvproofError
 from kvproof._numerics import declared_tolerance
+from kvproof._prompts import random_sequences
 from kvproof._stages import Site, Stage
 from kvproof._trace import Recorder
 from kvproof.scenarios import Ability

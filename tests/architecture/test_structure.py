@@ -14,8 +14,12 @@ SOURCE = Path(kvproof.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 PUBLIC = [
+    "CacheWays",
+    "CallableSubject",
     "Greedy",
     "KvproofError",
+    "MismatchError",
+    "ModuleSubject",
     "ReferenceSubject",
     "Report",
     "Run",
@@ -27,8 +31,10 @@ PUBLIC = [
     "Tolerance",
     "UsageError",
     "Verdict",
+    "assert_match",
     "audit",
     "cache_memory",
+    "conformance",
     "faults",
     "generate",
     "localise",

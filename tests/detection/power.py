@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from kvproof._audit import Auditor, random_sequences
+from kvproof._audit import Auditor
 from kvproof._certificate import Certifier
 from kvproof._codec import to_plain
 from kvproof._errors import KvproofError
 from kvproof._programs import run_program
+from kvproof._prompts import random_sequences
 from kvproof._values import OnePassRuns
 from kvproof.faults import Place, Planting, catalogue
 from kvproof.scenarios import Boundaries, Scenario, longest_sequences

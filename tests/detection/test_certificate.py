@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from tests.strategies import subjects
 
 from kvproof import ReferenceSubject, Report, Subject, Verdict, audit
-from kvproof._audit import Auditor, random_sequences
+from kvproof._audit import Auditor
 from kvproof._certificate import Certifier
 from kvproof._codec import from_plain
+from kvproof._prompts import random_sequences
 from kvproof._report import Certificate, Outcome
 from kvproof.faults import catalogue
 from kvproof.faults import survey as survey_of

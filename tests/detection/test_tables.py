@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are those of the transformers library")
 
-from kvproof._audit import audit, random_sequences
+from kvproof._audit import audit
+from kvproof._prompts import random_sequences
 from kvproof._report import Report, Verdict
 from kvproof.scenarios import beam_reorder, token_by_token
 from kvproof.subjects._transformers import TransformersSubject, random_model

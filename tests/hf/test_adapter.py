@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from kvproof import Report, UsageError, Verdict, audit, localise
-from kvproof._audit import random_sequences
 from kvproof._errors import AbilityError, SessionError, SubjectError
+from kvproof._prompts import random_sequences
 from kvproof._report import ScenarioResult
 from kvproof._stages import Site, Stage
 from kvproof._trace import Recorder

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvproof import localise
-from kvproof._audit import random_sequences
 from kvproof._errors import SubjectError
+from kvproof._prompts import random_sequences
 from kvproof._report import Divergence
 from kvproof._stages import LIKELY_CONTRACT, WRONG_DTYPE, WRONG_SLOT, Site, Stage
 from kvproof._trace import Recorder

@@ -6,7 +6,8 @@ The full sweep over all types has a command and a table of its own; these stand 
 import pytest
 import torch
 
-from kvproof._audit import audit, random_sequences
+from kvproof._audit import audit
+from kvproof._prompts import random_sequences
 from kvproof._report import Verdict
 from kvproof.scenarios import catalogue
 from kvproof.subjects._transformers import random_model
