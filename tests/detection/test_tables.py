@@ -78,3 +78,12 @@ def test_exact_tables_that_raise_when_they_run_leave_the_finding_as_it_is(monkey
 
     monkeypatch.setattr(TransformersSubject, "with_exact_tables", raising)
     assert audited(torch.float32).scenarios[1].verdict is Verdict.DIVERGED
+
+
+@pytest.mark.parametrize("kind", ["codegen", "gptj"])
+def test_a_table_of_rounded_angles_is_exact_also_where_its_sines_are_small(kind: str):
+    """Positions left out are shifted by the padding, and a table in float32 makes a shift visible."""
+    subject = random_model(kind, seed=0, dtype=torch.float32, attention="eager")
+    (_, shifted) = audit(subject, ["positions left out, left-padded batch"], all_values=False).scenarios
+    assert shifted.verdict is Verdict.ROUNDING
+    assert any("goes away once" in row.reason and "embed_positions" in row.reason for row in shifted.rows)

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 
 from kvproof._float64 import TrueFloat64
 
-#: A buffer that differs from a new model's by more units in the last place is no table but something learnt.
+#: A buffer that differs from a new model's by more units in the last place of its largest value is no table but
+#: something learnt. Of the largest: the sine of a rounded angle is off by as much where it is small.
 _UNITS = 8
 #: No second model of this many weights is built.
 _MANY_WEIGHTS = 10**9
@@ -30,7 +31,8 @@ def exact_tables(model: PreTrainedModel, rounded_to: torch.dtype) -> tuple[str, 
         if not buffer.is_floating_point() or name not in fresh or fresh[name].shape != buffer.shape:
             continue
         exact = fresh[name].to(buffer)
-        if torch.allclose(exact, buffer, rtol=rounding, atol=0.0) and not torch.equal(exact, buffer):
+        least = rounding * float(buffer.abs().max()) if buffer.numel() else 0.0
+        if torch.allclose(exact, buffer, rtol=rounding, atol=least) and not torch.equal(exact, buffer):
             buffer.copy_(exact)
             names.append(name)
     return tuple(names)
