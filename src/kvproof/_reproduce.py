@@ -18,7 +18,6 @@ from kvproof._files import write_whole
 from kvproof._numerics import STRUCTURAL_FLOOR, TOP_RUNG
 from kvproof._report import Report, Request, ScenarioResult, Verdict
 from kvproof._shrink import CLEAR, Failure, Looker, Tries, simplest
-from kvproof.render.json import parse
 from kvproof.scenarios import (
     Ability,
     Extend,
@@ -65,17 +64,6 @@ class _Case:
     failure: Failure
     cached: bool
     source: "Recipe | dict[str, Any]"
-
-
-def read_report(file: Path) -> Report:
-    """Return a saved report; raise `ReportError` naming the file and what is wrong with it."""
-    try:
-        text = file.read_text("utf-8")
-    except FileNotFoundError as error:
-        raise ReportError(f"no such report: {file}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"cannot read {file}: {error}") from error
-    return parse(text, str(file))
 
 
 def reproduce(

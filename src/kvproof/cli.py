@@ -1,26 +1,23 @@
 """The command line. Nothing heavy is imported before a command runs."""
 
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvproof._audit_command import ATTENTIONS, DTYPES, EXIT_INTERRUPTED, audit
 from kvproof._errors import KvproofError, OutputError, UsageError
 from kvproof._outputs import (
     EXIT_OUTPUT,
     complain,
-    made,
     print_report,
     print_text,
     save,
-    write_json,
     write_milestone,
     written,
 )
@@ -28,20 +25,21 @@ from kvproof._progress import Progress, shown_progress
 
 if TYPE_CHECKING:
     from kvproof._ledger import Header
-    from kvproof._report import Report, Request
-    from kvproof._uncached import Reference
     from kvproof.reference import Checkpoint
 
 #: Exit statuses that no verdict uses.
-EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_INTERRUPTED = 2, 5, 70, 130
+EXIT_USAGE, EXIT_INTERNAL = 2, 70
 #: What `--without` takes; the same as ``kvproof._milestone.SWITCHES``, which a test holds it to.
 SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-ATTENTIONS = ("eager", "sdpa")
-
-#: The options of `audit` that `LoadOptions` takes, besides the seed.
-_LOADING = ("dtype", "attention", "device", "config", "network", "trust_remote_code")
+#: The forms of a report, and the module that writes each.
+FORMS = {
+    "junit": "junit",
+    "sarif": "sarif",
+    "markdown": "report_markdown",
+    "json": "json",
+    "text": "terminal",
+}
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -56,6 +54,9 @@ def cli() -> None:
     4 vacuous; 5 a required scenario was not checked; 70 an error inside kvproof; 73 a result that could
     not be written; 130 interrupted.
     """
+
+
+cli.add_command(audit)
 
 
 @cli.command()
@@ -100,188 +101,6 @@ def milestone(
     if report_dir is not None:
         outputs.append(lambda: write_milestone(report, weights, report_dir))
     sys.exit(written(outputs, report.exit_status))
-
-
-@cli.command()
-@click.argument("target", required=False)
-@click.option("--dtype", type=click.Choice(DTYPES), help="Declared dtype. Default: float32, or a factory's own.")
-@click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
-@click.option("--attention", type=click.Choice(["eager", "sdpa"]), default="eager", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs, such as cuda or cuda:1.")
-@click.option("--config", type=_FILE, help="Instead of TARGET: a random model of exactly this config.json.")
-@click.option("--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
-@click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
-@click.option("--prompt-file", type=_FILE, help="The same, from a UTF-8 file.")
-@click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
-@click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
-@click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
-@click.option(
-    "--programs",
-    "num_programs",
-    type=click.IntRange(0, 10_000),
-    default=0,
-    show_default=True,
-    help="Random programs, drawn by the seed, besides the catalogue: the scenario 'random programs'.",
-)
-@click.option("--list", "as_list", is_flag=True, help="List the scenarios and what each exposes.")
-@click.option(
-    "--reference",
-    type=click.Choice(["one-pass", "literal"]),
-    default="one-pass",
-    show_default=True,
-    help="How uncached rows are computed: in one pass after a proof of causality, or each prefix on its own.",
-)
-@click.option(
-    "--certificate/--no-certificate",
-    default=True,
-    show_default=True,
-    help="Plant deliberate faults after a pass, to show that this audit can fail.",
-)
-@click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
-@click.option(
-    "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json into this folder."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
-def audit(
-    target: str | None,
-    length: int,
-    seed: int,
-    prompt: str | None,
-    prompt_file: Path | None,
-    scenario: tuple[str, ...],
-    skip: tuple[str, ...],
-    as_list: bool,
-    reference: "Reference",
-    certificate: bool,
-    fail_fast: bool,
-    num_programs: int,
-    quiet: bool,
-    **others: Any,
-) -> None:
-    """Compare the cached with the uncached path of TARGET in every scenario.
-
-    TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
-    random:TYPE for a tiny random model of any causal type that transformers knows, or module:factory or
-    file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
-    with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
-    """
-    from kvproof.scenarios import catalogue, named, random_programs
-
-    if as_list:
-        for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
-            click.echo(f"{entry.name:37} {entry.exposes}")
-        return
-    loading = {name: others[name] for name in _LOADING}
-    if target is None and loading["config"] is None:
-        raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
-    text = _prompt(prompt, prompt_file)
-    from kvproof._audit import audit as run
-    from kvproof._milestone import one_thread
-    from kvproof._prompts import sequences_for
-    from kvproof.subjects import limits_of
-    from kvproof.subjects._targets import LoadOptions, load_target
-
-    # More threads than one only wait for each other on tensors as small as a random model's.
-    tiny = target is not None and target.startswith("random:")
-    with shown_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
-        progress.stage(f"loading {target or loading['config']}")
-        subject = load_target(target, LoadOptions(seed=seed, **loading))
-        sequences = sequences_for(subject, text, length, seed)
-        drawn = random_programs(limits_of(subject), num=num_programs, seed=seed, max_len=len(sequences[0]))
-        programs = (*catalogue(*sequences, subject.boundaries), *drawn)
-        chosen = named(programs, only=scenario, without=skip)
-        progress.parts(1 + len({program.name for program in chosen}))
-        report = run(
-            subject,
-            chosen,
-            reference=reference,
-            all_values=False,
-            certificate=certificate,
-            fail_fast=fail_fast,
-            keep_partial=True,
-            on_scenario=progress.part,
-        )
-    context = click.get_current_context()
-    report = replace(report, request=_request(context.params, subject.info.dtype, sequences))
-    sys.exit(_written(report, context))
-
-
-def _request(
-    options: dict[str, Any], dtype: str, sequences: "tuple[tuple[int, ...], tuple[int, ...]]"
-) -> "Request":
-    """Return what an audit was asked, to be kept in its report."""
-    from kvproof._report import Request
-
-    return Request(
-        target=options["target"],
-        config=None if options["config"] is None else str(options["config"]),
-        dtype=dtype,
-        attention=options["attention"],
-        device=options["device"],
-        trust_remote_code=options["trust_remote_code"],
-        seed=options["seed"],
-        sequences=sequences,
-        num_programs=options["num_programs"],
-    )
-
-
-def _written(report: "Report", context: click.Context) -> int:
-    """Print and write an audit's report as its options say; return the exit status."""
-    options = context.params
-    as_json, quiet, folder = options["as_json"], options["quiet"], options["report_dir"]
-    outputs: list[Callable[[], None]] = [lambda: print_report(report, as_json=as_json, quiet=quiet)]
-    if not as_json and not quiet:
-        outputs.append(lambda: print_text(_again(context, report)))
-    if folder is not None:
-        outputs.append(lambda: write_json(report, made(folder) / "report.json"))
-    status = report.exit_status
-    if report.partial and not (options["fail_fast"] and status):
-        complain("interrupted; the report holds what was done so far")
-        status = EXIT_INTERRUPTED
-    checked = {s.name for s in report.scenarios if s.verdict.value != "not-checked"}
-    for name in options["require"]:
-        if name not in checked:
-            complain(f"scenario {name!r} was required and not checked")
-            status = status or EXIT_REQUIRED
-    return written(outputs, status)
-
-
-def _again(context: click.Context, report: "Report") -> str:
-    """Return the line to type to repeat the first finding alone, or nothing where there is none."""
-    name = next((s.name for s in report.scenarios if s.verdict.value == "diverged" and not s.advice), None)
-    if name is None:
-        return ""
-    left_out = {
-        "scenario",
-        "skip",
-        "require",
-        "certificate",
-        "fail_fast",
-        "report_dir",
-        "as_json",
-        "quiet",
-        "as_list",
-    }
-    words = ["kvproof", "audit"]
-    for parameter in context.command.params:
-        value = context.params[str(parameter.name)]
-        if parameter.name in left_out or value in (None, parameter.get_default(context)):
-            continue
-        if isinstance(parameter, click.Argument):
-            words.append(str(value))
-        else:
-            words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
-    if name != "causality":  # it comes before every scenario
-        words += ["--scenario", name]
-    text = f"To repeat the first finding alone: {shlex.join(words)}\n"
-    folder = context.params["report_dir"]
-    if folder is not None:
-        shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json")])
-        text += f"To shrink it to one file that needs no kvproof: {shrink}\n"
-    return text
 
 
 @cli.command()
@@ -394,6 +213,28 @@ def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
 
 @cli.command()
 @click.argument("report_file", metavar="REPORT", type=_FILE)
+@click.option(
+    "--to", "form", type=click.Choice(FORMS), required=True, help="text is what an audit prints in a pipe."
+)
+@click.option("--out", type=_FILE, help="Write this file. Default: standard output.")
+def render(report_file: Path, form: str, out: Path | None) -> None:
+    """Show a saved report in another form.
+
+    REPORT is the report.json of `kvproof audit --report DIR`, or one that the pytest plugin kept. Exits with 0
+    whatever the verdict is.
+    """
+    import importlib
+
+    from kvproof._files import write_whole
+    from kvproof.render.json import read
+
+    text: str = importlib.import_module(f"kvproof.render.{FORMS[form]}").render(read(report_file))
+    output = (lambda: print_text(text)) if out is None else (lambda: write_whole(out, text.encode()))
+    sys.exit(written([output], 0))
+
+
+@cli.command()
+@click.argument("report_file", metavar="REPORT", type=_FILE)
 @click.option("--out", type=_FILE, help="Write this file. Default: reproduction.py beside REPORT.")
 @click.option("--scenario", metavar="NAME", help="Shrink what diverged in this scenario. Default: the first.")
 @click.option("--quiet", is_flag=True, help="Print nothing that is not wrong, and no progress.")
@@ -406,9 +247,10 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
     """
     with shown_progress(quiet) as progress:
         from kvproof._milestone import one_thread
-        from kvproof._reproduce import read_report, reproduce
+        from kvproof._reproduce import reproduce
+        from kvproof.render.json import read
 
-        report = read_report(report_file)
+        report = read(report_file)
         file = report_file.with_name("reproduction.py") if out is None else out
         tiny = report.request is not None and (report.request.target or "").startswith("random:")
         with one_thread() if tiny else nullcontext():
@@ -419,22 +261,6 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
         sys.exit(1)
     text = f"{done.sentence}\n{done.file}: {done.num_lines} lines; it was run and {outcome}: {done.output}\n"
     sys.exit(written([] if quiet else [lambda: print_text(text)], 0))
-
-
-def _prompt(text: str | None, file: Path | None) -> str | None:
-    """Return the prompt, exactly as it was typed or as it stands in the file."""
-    if file is None:
-        return text
-    if text is not None:
-        raise UsageError("give --prompt or --prompt-file, not both")
-    try:
-        return file.read_bytes().decode("utf-8")
-    except FileNotFoundError as error:
-        raise UsageError(f"no such prompt file: {file}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt file {file} is not UTF-8: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
 
 
 def _train(progress: Progress, seed: int | None = None) -> "Checkpoint":

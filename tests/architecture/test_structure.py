@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import os
 import pkgutil
 from pathlib import Path
 
@@ -104,4 +103,4 @@ def test_type_information_and_schemas_ship():
 @pytest.mark.xdist_group("together")
 def test_a_group_of_tests_stays_in_one_process(request: pytest.FixtureRequest):
     """Where groups have no effect, each process loads the pretrained model, and plants every fault, once more."""
-    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@together")
+    assert not getattr(request.config.option, "loadgroup", False) or request.node.nodeid.endswith("@together")

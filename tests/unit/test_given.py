@@ -103,7 +103,9 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("wrap", [torch.from_numpy, np.asarray, Lent, read_only], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [torch.from_numpy, np.asarray, Lent, read_only], ids=["torch", "numpy", "dlpack", "read-only"]
+)
 def test_logits_may_be_arrays_of_any_framework(wrap: Callable[[np.ndarray], Any]):
     full, step = sums()
 
@@ -260,7 +262,7 @@ def test_a_fork_shares_nothing():
         (7, "a decoder is a int: give a Subject, or two functions"),
         ((1, 2), "a decoder is a tuple"),
     ],
-    ids=str,
+    ids=["module", "number", "numbers"],
 )
 def test_what_cannot_be_audited_as_it_is_says_why(decoder: object, message: str):
     with pytest.raises(UsageError, match=message):

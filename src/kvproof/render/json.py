@@ -1,6 +1,7 @@
 """The report's own form: strict JSON."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from kvproof._codec import CodecError, from_plain, strict_loads, to_plain
@@ -26,3 +27,14 @@ def parse(text: str, name: str) -> Report:
         return from_plain(Report, plain)
     except CodecError as error:
         raise ReportError(f"{name}: {error}") from error
+
+
+def read(file: Path) -> Report:
+    """Return a saved report; raise `ReportError` naming the file and what is wrong with it."""
+    try:
+        text = file.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise ReportError(f"no such report: {file}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"cannot read {file}: {error}") from error
+    return parse(text, str(file))

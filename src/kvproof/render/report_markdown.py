@@ -1,0 +1,48 @@
+"""A report as Markdown, for an issue, a pull request or a job's summary."""
+
+from collections.abc import Iterator
+
+from kvproof._report import Report, ScenarioResult, Verdict
+from kvproof.render.brief import finding_of
+from kvproof.render.markdown import plain
+
+
+def render(report: Report) -> str:
+    """Return the verdict first, then each scenario, and what was found in sentences."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    subject, made = report.subject, report.environment
+    yield f"# kvproof: {report.verdict.value}"
+    yield ""
+    yield plain(report.summary)
+    yield ""
+    sizes = f"{subject.num_layers} layers, vocabulary {subject.vocab_size}, {subject.dtype}"
+    yield f"- {plain(subject.name)}, {sizes}"
+    yield f"- kvproof {made.kvproof}, torch {plain(made.torch)}, {plain(made.platform)}, {plain(made.created)}"
+    if report.partial:
+        yield "- partial: stopped before its end"
+    yield from (f"- {plain(note)}" for note in report.notes)
+    yield ""
+    yield "| scenario | rows | gap | float64 gap | verdict |"
+    yield "|---|---:|---:|---:|---|"
+    yield from map(_row, report.scenarios)
+    yield ""
+    for scenario in report.scenarios:
+        if scenario.verdict in (Verdict.DIVERGED, Verdict.INCONCLUSIVE, Verdict.VACUOUS):
+            yield f"**{plain(scenario.name)}**{' (advice)' if scenario.advice else ''}: "
+            yield from (f"{plain(line)}  " for line in finding_of(scenario).split("\n"))
+            yield ""
+    certificate = report.certificate
+    if certificate is not None:
+        caught = sum(mutant.outcome.value == "caught" for mutant in certificate.mutants)
+        yield f"Certificate: {caught} of {len(certificate.mutants)} planted faults changed a row and were caught."
+
+
+def _row(scenario: ScenarioResult) -> str:
+    top = [row.top_gap for row in scenario.rows if row.top_gap is not None]
+    gaps = f"{scenario.largest_gap:.1e} | {max(top):.1e}" if top else f"{scenario.largest_gap:.1e} | "
+    gaps = gaps if scenario.rows else " | "
+    advice = " (advice)" if scenario.advice else ""
+    return f"| {plain(scenario.name)} | {len(scenario.rows)} | {gaps} | {scenario.verdict.value}{advice} |"

@@ -1,0 +1,79 @@
+"""A report as SARIF 2.1.0, which code hosts show beside the code."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from kvproof._report import Report, ScenarioResult, Verdict
+from kvproof.render.brief import finding_of
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+#: Where the format wants a file and the subject is none.
+_NO_FILE = "kvproof"
+
+_RULES = {
+    Verdict.DIVERGED: ("error", "The cached path does not compute what the uncached one does."),
+    Verdict.INCONCLUSIVE: ("warning", "The evidence cannot tell whether the cached path is right."),
+    Verdict.VACUOUS: ("warning", "The audit could not be shown able to fail."),
+}
+
+
+def render(report: Report) -> str:
+    """Return one run with a result for each finding; what was advice is a note."""
+    rules = [
+        {"id": verdict.value, "shortDescription": {"text": text}, "defaultConfiguration": {"level": level}}
+        for verdict, (level, text) in _RULES.items()
+    ]
+    tool = {"name": "kvproof", "version": report.environment.kvproof, "rules": rules}
+    run = {
+        "tool": {"driver": tool},
+        "results": list(_results(report)),
+        "invocations": [{"executionSuccessful": not report.partial}],
+    }
+    return (
+        json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, ensure_ascii=False) + "\n"
+    )
+
+
+def _results(report: Report) -> Iterator[dict[str, Any]]:
+    for scenario in report.scenarios:
+        if scenario.verdict in _RULES:
+            level = "note" if scenario.advice else _RULES[scenario.verdict][0]
+            text = f"{scenario.name}: {finding_of(scenario)}"
+            yield _result(report, scenario.verdict, level, text, _logical(report, scenario), scenario.name)
+    if report.certificate is not None and report.certificate.problem is not None:
+        text = f"certificate: {report.certificate.problem}"
+        yield _result(report, Verdict.VACUOUS, "warning", text, report.subject.name, "certificate")
+
+
+def _result(
+    report: Report, verdict: Verdict, level: str, text: str, logical: str, scenario: str
+) -> dict[str, Any]:
+    return {
+        "ruleId": verdict.value,
+        "level": level,
+        "message": {"text": text},
+        "locations": [
+            {
+                "physicalLocation": {"artifactLocation": {"uri": _file(report)}, "region": {"startLine": 1}},
+                "logicalLocations": [{"fullyQualifiedName": logical}],
+            }
+        ],
+        "partialFingerprints": {"kvproof/v1": f"{report.subject.name}/{report.subject.dtype}/{scenario}"},
+    }
+
+
+def _file(report: Report) -> str:
+    """Return the file that a factory stands in; of other targets there is none to point at."""
+    target = (report.request.target if report.request is not None else None) or ""
+    home = target.rpartition(":")[0]
+    return home.replace("\\", "/") if home.endswith(".py") else _NO_FILE
+
+
+def _logical(report: Report, scenario: ScenarioResult) -> str:
+    """Return the stage, and its layer, where a finding is."""
+    found = scenario.divergence
+    if found is None:
+        return report.subject.name
+    layer = () if found.layer is None else (f"layer {found.layer}",)
+    return "/".join((report.subject.name, *layer, found.stage.value))
