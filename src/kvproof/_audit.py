@@ -51,7 +51,7 @@ def audit(
     reference: Reference = "one-pass",
     top_rung: bool = True,
     all_values: bool = True,
-    certificate: bool = False,
+    certificate: bool | None = None,
     fail_fast: bool = False,
     keep_partial: bool = False,
     on_scenario: Callable[[str], None] = lambda name: None,
@@ -68,14 +68,15 @@ def audit(
     subject can be cast. ``all_values`` compares every value on the way, because errors may cancel in the
     logits; without it, values are compared only in programs whose logits diverge. ``certificate`` plants every
     fault of the catalogue that the subject lets be planted, where the verdict would be a pass: an audit that
-    cannot be shown able to fail is `vacuous`. ``fail_fast`` stops after
-    the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C arrives. Both mark the
-    report as partial. ``on_scenario`` is told what is being run.
+    cannot be shown able to fail is `vacuous`; by default it does so where the whole catalogue is run.
+    ``fail_fast`` stops after the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C
+    arrives. Both mark the report as partial. ``on_scenario`` is told what is being run.
 
     A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
     """
     subject = as_subject(decoder)
+    certificate = scenarios is None if certificate is None else certificate
     programs = list(programs_for(subject, scenarios, length, seed))
     if not programs:
         raise UsageError("an audit needs at least one scenario")

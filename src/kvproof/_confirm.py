@@ -20,7 +20,7 @@ from kvproof._stages import Site, Stage
 from kvproof._trace import Recorder, Tap, token_axis
 from kvproof._values import UncachedRun, UncachedRuns
 
-#: So many places are given their uncached values at most; each costs one more cached run.
+#: So many places are given their uncached values at most, or two a layer; each costs one more cached run.
 MOST_CAUSES = 16
 
 #: What is shown and cannot be put back: a length is no value, and weights may be shown after they were used.
@@ -160,11 +160,11 @@ class Confirmation:
     introduced: tuple[Cause, ...]
 
 
-def confirm(first: Cause, rerun: Callable[[Sequence[Cause]], Rerun]) -> Confirmation:
+def confirm(first: Cause, rerun: Callable[[Sequence[Cause]], Rerun], most: int = MOST_CAUSES) -> Confirmation:
     """Replace values at the site found first, and at the next, until the paths agree or nothing more is found.
 
-    ``rerun`` runs the program with the uncached values that causes call for. Where it raises `SubjectError`,
-    nothing is confirmed and what was found stands.
+    ``most`` is how many places may be tried. ``rerun`` runs the program with the uncached values that causes call
+    for. Where it raises `SubjectError`, nothing is confirmed and what was found stands.
     """
     causes = [first]
     while causes[-1].put_at:
@@ -175,7 +175,7 @@ def confirm(first: Cause, rerun: Callable[[Sequence[Cause]], Rerun]) -> Confirma
         if outcome.agrees:
             return Confirmation(confirmed=True, introduced=tuple(causes))
         found = outcome.next_cause
-        if found is None or found.site in {cause.site for cause in causes} or len(causes) == MOST_CAUSES:
+        if found is None or found.site in {cause.site for cause in causes} or len(causes) == most:
             break
         causes.append(found)
     return Confirmation(confirmed=False, introduced=tuple(causes))

@@ -20,7 +20,7 @@ import torch
 
 from kvproof._calls import Comparison, Layout, TracedCall
 from kvproof._compare import Gap, gap_between, largest
-from kvproof._confirm import Cause, Confirmation, Rerun, Script, ScriptedTap, cause_of, confirm
+from kvproof._confirm import MOST_CAUSES, Cause, Confirmation, Rerun, Script, ScriptedTap, cause_of, confirm
 from kvproof._numerics import TOP_RUNG
 from kvproof._programs import Row, run_program
 from kvproof._report import Constant, Divergence
@@ -149,7 +149,8 @@ class _Search:
     def confirm(self, first: _Found) -> Confirmation:
         """Put uncached values where the first mismatch was found, and where else it takes them."""
         self._newest = first.call
-        return confirm(first.cause, self._rerun)
+        num_layers = self.judge.runs.subject.info.num_layers
+        return confirm(first.cause, self._rerun, max(MOST_CAUSES, 2 * num_layers))
 
     def _rerun(self, causes: Sequence[Cause]) -> Rerun:
         """Run the program with uncached values put in place and say whether the cached path now agrees.

@@ -27,7 +27,7 @@ def masked(text: str) -> list[str]:
 
 def run(command: list[str], folder: Path) -> str:
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }

@@ -26,21 +26,6 @@ from kvproof.subjects._transformers import (
 LENGTH = 16  # twice the tiny models' window
 BEFORE_5 = int(transformers.__version__.partition(".")[0]) < 5
 
-#: One scenario for each thing that a cache does; all scenarios of all types take minutes.
-CORE = (
-    "token-by-token",
-    "prefill+steps",
-    "chunked prefill",
-    "multi-turn",
-    "rollback",
-    "fork",
-    "interleaved requests",
-    "batch",
-    "left-padded batch",
-    "beam reorder",
-    "buffer reuse",
-)
-
 
 def subject_of(model_type: str, dtype: torch.dtype = torch.float32) -> TransformersSubject:
     return random_model(model_type, seed=0, dtype=dtype, attention="eager")
@@ -53,14 +38,6 @@ def audited(subject: TransformersSubject, *only: str) -> Report:
 
 def of_name(report: Report, name: str) -> ScenarioResult:
     return next(scenario for scenario in report.scenarios if scenario.name == name)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "mixtral", "deepseek_v3"])
-def test_a_clean_type_passes_every_scenario(model_type: str):
-    report = audited(subject_of(model_type), *CORE)
-    assert report.verdict.passes, report.summary
-    assert {scenario.verdict for scenario in report.scenarios} <= {Verdict.MATCH, Verdict.ROUNDING}
-    assert {scenario.name for scenario in report.scenarios} >= set(CORE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -12,7 +12,7 @@ from kvproof._programs import run_program
 from kvproof.scenarios import chunked, prefill_and_steps, rollback, token_by_token
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_cached_equals_uncached_under_any_order_of_operations(data: st.DataObject):
     """In float64 the two differ by rounding alone: 1e-12 of the row's scale is a thousand times that."""
@@ -24,6 +24,7 @@ def test_cached_equals_uncached_under_any_order_of_operations(data: st.DataObjec
             assert gap <= 1e-12 * max(1.0, float(expected.abs().max())), row.prefix
 
 
+@settings(max_examples=15)
 @given(st.data())
 def test_an_audit_of_any_healthy_decoder_passes(data: st.DataObject):
     """No false alarm: float32 rows are judged with noise, and every value on the way is compared."""
@@ -46,6 +47,7 @@ def test_an_audit_of_any_healthy_decoder_passes(data: st.DataObject):
     assert all(scenario.num_values_compared > 0 for scenario in checked)
 
 
+@settings(max_examples=15)
 @given(st.data())
 def test_one_pass_and_literal_references_give_the_same_verdict(data: st.DataObject):
     subject = data.draw(subjects())
