@@ -137,7 +137,7 @@ def test_the_list_names_every_scenario_without_a_target():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], ["'nowhere' is neither a folder, a .gguf file, org/name on the hub, random:TYPE nor module:factory"]),
+        (["nowhere"], ["no such model: 'nowhere' is neither a folder", "random:TYPE nor module:factory"]),
         (["nobody/nothing"], ["nobody/nothing is neither a folder nor in the local hub cache", "--download"]),
         (["gone.gguf"], ["no such model: 'gone.gguf'"]),
         (["--config", "gone.json"], ["no such configuration: gone.json"]),
