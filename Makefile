@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test test-transformers bench bench-certificate bench-memory schemas clean
+.PHONY: milestone test test-transformers test-package bench bench-certificate bench-memory schemas clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
@@ -19,6 +19,9 @@ test: .venv/dev.stamp  ## everything that CI runs
 
 test-transformers: .venv/dev.stamp  ## the adapter, with the oldest and the newest release of transformers
 	$(BIN)/python tools/other_releases.py
+
+test-package: .venv/bin/python  ## the distributions, from outside, with each extra alone; takes minutes
+	$(BIN)/python tools/check_package.py
 
 bench: .venv/core.stamp  ## ratios, measured in one run
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/ratios.py

@@ -87,8 +87,8 @@ def test_a_leak_that_begins_late_is_found_at_its_first_row(first: int):
 
 def test_a_leak_that_begins_after_the_proof_is_laid_to_the_uncached_path():
     """It is past what causality was shown for; the scenarios meet it, and four ways say where it stands."""
-    first = CAUSALITY_LEN + 2
-    assert first + 1 < len(IDS)
+    first = CAUSALITY_LEN + 4
+    assert first + 1 not in (len(IDS) // 2, len(IDS))  # where both ways are computed too
     report = audit(leaky(1, first), PROGRAMS[:1], all_values=False)
     causality, result = report.scenarios
     assert causality.verdict.passes
