@@ -74,6 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=256, help="tokens (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
+    parser.add_argument("--only", default="", metavar="WORDS", help="the ratios whose name holds these words")
     options = parser.parse_args()
     subject = scaled_up(options.length)
     decoder = subject.decoder
@@ -135,7 +136,7 @@ def main() -> int:
         f"torch {torch.__version__}; median of {options.rounds} paired rounds, the uncached loop once\n"
     )
     beyond = 0
-    for name, left, right, least, most, rounds in pairs:
+    for name, left, right, least, most, rounds in (pair for pair in pairs if options.only in pair[0]):
         if rounds > 1:
             left(), right()  # warm up
         else:
