@@ -3,8 +3,10 @@
 The network is asked, and code that comes with a model is run, only where the caller says so.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -107,23 +109,43 @@ def load_gguf(file: Path, *, dtype: torch.dtype, attention: str, device: str = "
         "gguf_file": file.name,
         "local_files_only": True,
     }
-    with _plain_maps():
-        return _load(file.name, source, dtype, attention, device, trust_remote_code=False)
+    read = _GgufReading()
+    with read.once():
+        return _load(file.name, source, dtype, attention, device, trust_remote_code=False, reading=read.once)
 
 
-@contextmanager
-def _plain_maps() -> Iterator[None]:
-    """Let mapped files come as plain arrays: a GGUF file's lists are sliced value by value, slow in a memmap."""
-    memmap = np.memmap
+class _GgufReading:
+    """One GGUF file, read once for everything that the library takes from it: each time takes seconds."""
 
-    def plain(*args: Any, **options: Any) -> Any:
-        return memmap(*args, **options).view(np.ndarray)
+    def __init__(self) -> None:
+        self._readers: dict[str, Any] = {}
 
-    np.memmap = plain  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        np.memmap = memmap  # type: ignore[misc]
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Let the library have the same reader, and an architecture's table of names, each time it asks.
+
+        Mapped files come as plain arrays, for a GGUF file's lists are sliced value by value, slow in a memmap.
+        """
+        gguf, memmap = import_module("gguf"), np.memmap
+        reader, names = gguf.GGUFReader, functools.cache(gguf.get_tensor_name_map)
+
+        def plain(*args: Any, **options: Any) -> Any:
+            return memmap(*args, **options).view(np.ndarray)
+
+        def read(path: str | Path) -> Any:
+            if str(path) not in self._readers:
+                self._readers[str(path)] = reader(path)
+            return self._readers[str(path)]
+
+        with ExitStack() as stack:
+            for home, name, value in (
+                (np, "memmap", plain),
+                (gguf, "GGUFReader", read),
+                (gguf, "get_tensor_name_map", names),
+            ):
+                stack.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, value)
+            yield
 
 
 def random_model(
@@ -171,6 +193,7 @@ def _load(
     device: str,
     *,
     trust_remote_code: bool,
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> "TransformersSubject":
     config = _causal_config(name, source, trust_remote_code=trust_remote_code)
     with refusing(f"{name} cannot be loaded"):
@@ -196,7 +219,7 @@ def _load(
         model = model.to(device)
 
     def load_tokenizer() -> Any:
-        with _plain_maps():
+        with reading():
             return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
 
     return TransformersSubject(model, name=name, tokenizer=Tokenizer(name, load_tokenizer))
