@@ -31,7 +31,7 @@ from kvproof._report import (
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, Scenario, longest_sequences, usable
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
 from kvproof.subjects import Subject, as_subject, limits_of
 
 #: The check that comes before every scenario where rows are taken from one pass.
@@ -205,7 +205,7 @@ class Auditor:
                 key=lambda pair: pair[0].verdict is not Verdict.DIVERGED,
             )
             bad, actual = wrong[0] if wrong else (None, None)
-            if bad is not None and ways is None and fault is None:
+            if bad is not None and ways is None and fault is None and _is_a_question(program):
                 ways = self._four_ways(bad, actual)
             if divergence is None:
                 located = self._located(program, fault, bad)
@@ -350,6 +350,7 @@ class Auditor:
                 one_pass=self.uncached.reference == "one-pass",
                 rung="declared" if in_declared_only and top is not None else "top",
                 top=None if top is None else top.subject,
+                confirmed=_is_a_question(program),
             )
         except SubjectError:  # the finding stands without its place
             return nothing
@@ -424,6 +425,11 @@ class Auditor:
             return four_ways(self.uncached, bad.ids, actual)
         except SubjectError:  # the finding stands without it
             return None
+
+
+def _is_a_question(program: Scenario) -> bool:
+    """Return whether it is worth many runs to learn why rows differ: what few bits cost is known beforehand."""
+    return program.cache is not CacheKind.QUANTISED
 
 
 def _result(

@@ -70,13 +70,15 @@ def localise(
     one_pass: bool = False,
     rung: ValueRung = "top",
     top: Subject | None = None,
+    confirmed: bool = True,
 ) -> Localisation:
     """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
 
     ``fault`` is planted in the cached path alone. ``until`` holds the ids of a row that is known to be wrong:
     the program then runs until a mismatch is found, rather than to its end. ``one_pass`` takes the uncached
     values of every prefix from one run over the longest sequence, which is right only for a causal subject.
-    ``top`` is the subject in float64, where the caller has it already; else the subject is cast.
+    ``top`` is the subject in float64, where the caller has it already; else the subject is cast. ``confirmed``
+    runs the program again with uncached values in the wrong one's place, to tell a cause from what carries it on.
 
     ``rung="declared"`` compares in the subject's own dtype and names the first value whose cached error, against
     float64, outgrows the uncached path's. That, and what is found in a subject that cannot be cast, is where to
@@ -97,7 +99,7 @@ def localise(
     if first is not None:
         # Below the top rung every value is off by some rounding, and where to look is all that can be said.
         is_proof = rung == "top" and top.info.dtype == str(TOP_RUNG).removeprefix("torch.")
-        confirmation = search.confirm(first) if is_proof else None
+        confirmation = search.confirm(first) if is_proof and confirmed else None
         divergence = _describe(judge, scenario, first.mismatch, search.logits_differ, confirmation)
     return Localisation(divergence=divergence, num_values=search.num_values)
 

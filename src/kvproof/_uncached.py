@@ -32,6 +32,8 @@ Prefix = tuple[int, ...]
 
 #: Up to this length the first sequence's rows are computed both ways at every prefix.
 CAUSALITY_LEN = 8
+#: Random rounding is measured over a prefix and what follows it up to a multiple of this: it costs many passes.
+SAMPLED_LEN = 16
 #: Rows are computed in blocks of at most this many bytes …
 BLOCK_BYTES = 2**26
 #: … of which no more than this is kept, for each rung.
@@ -168,7 +170,7 @@ class Uncached:
     def sampled_error(self, prefix: Prefix) -> float:
         """Return how far random rounding in the declared dtype moves this row or a shorter one from float64."""
         assert self.top is not None
-        home = self._home(prefix) or prefix
+        home = (self._home(prefix) or prefix)[: -(-len(prefix) // SAMPLED_LEN) * SAMPLED_LEN]
         if home not in self._sampled:
             errors = [0.0] * (len(home) + 1)
             for seed in range(int(NUM_SAMPLES.value)):

@@ -209,8 +209,6 @@ def planted(draw: st.DrawFn, num_layers: int, length: int) -> Fault:
     return draw(st.sampled_from(makers))()
 
 
-# Coverage costs these half their time again, and each line that they reach is reached elsewhere.
-@pytest.mark.no_cover
 @settings(max_examples=75)
 @given(st.data())
 def test_every_fault_is_found_at_its_stage_in_any_decoder(data: st.DataObject):

@@ -144,8 +144,6 @@ def test_a_row_just_beyond_its_tolerance_does_not_match(subject: ReferenceSubjec
         assert audit(subject, ALL, tolerance=tolerance).verdict is expected
 
 
-# Coverage costs these half their time again, and each line that they reach is reached elsewhere.
-@pytest.mark.no_cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_healthy_decoders_raise_no_alarm(dtype: torch.dtype):
     """40 random decoders, 12 tokens, two scenarios: 960 rows a dtype, and none may be more than rounding.

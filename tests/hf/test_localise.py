@@ -77,7 +77,6 @@ class Tampered(TransformersSubject):
         return Tampered(super()._cast(dtype), self.tamper)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_healthy_model_differs_nowhere_and_is_not_changed_by_being_looked_at(model_type: str, attention: str):

@@ -33,8 +33,6 @@ KINDS: dict[str, tuple[str, str, frozenset[str]]] = {
 }
 
 
-# Coverage costs these half their time again, and each line that they reach is reached elsewhere.
-@pytest.mark.no_cover
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_type_fails_where_it_is_known_to_and_nowhere_else(kind: str):
     model_type, attention, known = KINDS[kind]

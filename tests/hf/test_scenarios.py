@@ -321,5 +321,6 @@ def test_what_a_quantised_cache_costs_is_shown_and_not_held_against_it():
     quantised = next(s for s in report.scenarios if s.name == "quantised cache")
     assert (quantised.verdict, quantised.advice) == (Verdict.DIVERGED, True)
     assert quantised.divergence.stage in (Stage.CACHE_K, Stage.CACHE_V)
+    assert (quantised.divergence.confirmed, quantised.four_ways) == (False, None)  # nobody asks why
     first = quantised.rows[0]
     assert 0.001 * first.scale < quantised.largest_gap < first.scale  # few bits, and no bug

@@ -13,8 +13,8 @@ from kvproof.subjects._targets import LoadOptions, load_target
 
 PROMPT = "A decoder generates fast because it caches keys and values."
 
-# The file takes up to a minute to load: these tests share one subject, and belong in one process.
-pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.no_cover]
+# The file takes many seconds to load: these tests share one subject, and belong in one process.
+pytestmark = pytest.mark.xdist_group("smollm2")
 
 
 @pytest.fixture(scope="module")

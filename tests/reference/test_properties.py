@@ -12,8 +12,6 @@ from kvproof._programs import run_program
 from kvproof.scenarios import chunked, prefill_and_steps, rollback, token_by_token
 
 
-# Coverage costs these half their time again, and each line that they reach is reached elsewhere.
-@pytest.mark.no_cover
 @settings(max_examples=60)
 @given(st.data())
 def test_cached_equals_uncached_under_any_order_of_operations(data: st.DataObject):
@@ -26,7 +24,6 @@ def test_cached_equals_uncached_under_any_order_of_operations(data: st.DataObjec
             assert gap <= 1e-12 * max(1.0, float(expected.abs().max())), row.prefix
 
 
-@pytest.mark.no_cover
 @settings(max_examples=15)
 @given(st.data())
 def test_an_audit_of_any_healthy_decoder_passes(data: st.DataObject):

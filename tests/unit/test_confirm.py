@@ -256,8 +256,6 @@ def test_an_audit_s_findings_are_confirmed(subject: ReferenceSubject):
     assert (divergence.confirmed, divergence.introduced) == (True, ("position",))
 
 
-# Coverage costs these half their time again, and each line that they reach is reached elsewhere.
-@pytest.mark.no_cover
 @settings(max_examples=25)
 @given(st.data())
 def test_a_value_that_is_always_wrong_is_confirmed_in_any_program(data: st.DataObject):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvproof._stages import Site, Stage
@@ -46,13 +47,16 @@ class _Outputs:
         """Return the output with what the tap changed, or None where it changed nothing: a forward hook."""
         parts = output if isinstance(output, tuple) else (output,)
         first = parts[0] if parts else None
-        if not isinstance(first, Tensor) or first.dim() < 2 or not self._per_token(name, first):
+        if not isinstance(first, Tensor):
+            return None
+        shape = first.shape  # asked once: in a float64 model even this passes a torch function mode
+        if not self._per_token(name, shape):
             return None
         self.calls[name] = calls = self.calls.get(name, 0) + 1
         label = name if calls == 1 else f"{name} (run {calls})"
         changed = tuple(
-            self._seen(Site(Stage.MODULE, layer_of(name), label, number), part)
-            if isinstance(part, Tensor) and (part.shape, part.dtype) == (first.shape, first.dtype)
+            self._seen(Site(Stage.MODULE, layer_of(name), label, number), part, shape)
+            if part is first or _is_alike(part, first)
             else part
             for number, part in enumerate(parts)
         )
@@ -60,16 +64,20 @@ class _Outputs:
             return None
         return changed if isinstance(output, tuple) else changed[0]
 
-    def _per_token(self, name: str, value: Tensor) -> bool:
-        if tuple(value.shape[:2]) == self.shape:
+    def _per_token(self, name: str, shape: torch.Size) -> bool:
+        if shape[:2] == self.shape:
             return True
-        return value.shape[0] == math.prod(self.shape) and "experts" not in name.split(".")[:-1]
+        in_a_row = len(shape) >= 2 and shape[0] == math.prod(self.shape)
+        return in_a_row and "experts" not in name.split(".")[:-1]
 
-    def _seen(self, site: Site, part: Tensor) -> Tensor:
-        in_a_row = tuple(part.shape[:2]) != self.shape
-        seen = part.reshape(*self.shape, *part.shape[1:]) if in_a_row else part
+    def _seen(self, site: Site, part: Tensor, shape: torch.Size) -> Tensor:
+        seen = part if shape[:2] == self.shape else part.reshape(*self.shape, *shape[1:])
         changed = self.tap(site, seen)
-        return part if changed is seen else changed.reshape(part.shape)
+        return part if changed is seen else changed.reshape(shape)
+
+
+def _is_alike(part: Any, first: Tensor) -> bool:
+    return isinstance(part, Tensor) and (part.shape, part.dtype) == (first.shape, first.dtype)
 
 
 def layer_of(name: str) -> int | None:
