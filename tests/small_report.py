@@ -52,6 +52,7 @@ DIVERGENCE = Divergence(
     ids=(0, 2),
     tokens="[red]<script> A",
     position=1,
+    batch_row=0,
     stage=Stage.CACHE_K,
     layer=0,
     head=1,

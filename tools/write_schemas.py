@@ -1,4 +1,4 @@
-"""Writes the published JSON schemas of the report and the ledger from the contract's own types.
+"""Writes the published JSON schemas of report, ledger and sweep from the contract's own types.
 
 Run by ``make schemas``; a test fails when a file is not what this would write.
 """
@@ -12,9 +12,14 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from kvproof._ledger import End, Header, Step
 from kvproof._report import Report
+from kvproof._table import Sweep
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvproof" / "schemas"
-TYPES: dict[str, Any] = {"report-1.json": Report, "ledger-line-1.json": Header | Step | End}
+TYPES: dict[str, Any] = {
+    "report-1.json": Report,
+    "ledger-line-1.json": Header | Step | End,
+    "sweep-1.json": Sweep,
+}
 
 
 class Strict(GenerateJsonSchema):

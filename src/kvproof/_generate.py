@@ -151,6 +151,7 @@ def first_difference(cached: Run, uncached: Run, tolerance: Tolerance) -> Diverg
             ids=ids,
             tokens=" ".join((cached.header.prompt_tokens, *(s.chosen_token for s in cached.steps[: step.step]))),
             position=step.position,
+            batch_row=0,
             stage=stage,
             layer=None,
             head=None,

@@ -21,9 +21,9 @@ import torch
 from kvproof._calls import Comparison, Layout, TracedCall
 from kvproof._compare import Gap, gap_between, largest
 from kvproof._confirm import MOST_CAUSES, Cause, Confirmation, Rerun, Script, ScriptedTap, cause_of, confirm
-from kvproof._numerics import TOP_RUNG
+from kvproof._numerics import POINTER_FACTOR, TOP_RUNG
 from kvproof._programs import Row, run_program
-from kvproof._report import Constant, Divergence
+from kvproof._report import Divergence
 from kvproof._stages import (
     LIKELY_CONTRACT,
     OVER_SLOTS,
@@ -44,12 +44,6 @@ from kvproof.subjects import Session, Subject
 #: In which dtype values are compared: float64, or the subject's own.
 ValueRung = Literal["top", "declared"]
 
-#: In the declared dtype, how much larger than the uncached path's error a value's error must be to be named.
-POINTER_FACTOR = Constant(
-    name="pointer factor",
-    value=16.0,
-    source="four times the rounding factor, because a single value's error varies more than a row's largest",
-)
 _HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS, Stage.ATTN_MIX}) | OVER_SLOTS
 
 
@@ -342,6 +336,7 @@ def _describe(
         ids=prefix,
         tokens=subject.decode(prefix),
         position=len(prefix) - 1,
+        batch_row=comparison.token.batch_row,
         stage=site.stage,
         layer=site.layer,
         head=head,

@@ -66,7 +66,21 @@ NOISE_LIMIT = Constant(
     source="uncached noise is at most 5e-5 of the scale in float32 over 170 model types, 40 times what is "
     "allowed; a leak of the future is of the order of the scale",
 )
-CONSTANTS = (NOISE_FACTOR, STRUCTURAL_FLOOR, ROUNDING_FACTOR, NUM_SAMPLES, TABLE_UNITS, NOISE_LIMIT)
+#: In the declared dtype, how much larger than the uncached path's error a value's error must be to be named.
+POINTER_FACTOR = Constant(
+    name="pointer factor",
+    value=16.0,
+    source="four times the rounding factor, because a single value's error varies more than a row's largest",
+)
+CONSTANTS = (
+    NOISE_FACTOR,
+    STRUCTURAL_FLOOR,
+    ROUNDING_FACTOR,
+    NUM_SAMPLES,
+    TABLE_UNITS,
+    NOISE_LIMIT,
+    POINTER_FACTOR,
+)
 
 
 def declared_tolerance(dtype: torch.dtype) -> Tolerance:

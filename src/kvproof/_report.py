@@ -113,6 +113,7 @@ class Divergence:
     ids: tuple[int, ...]  #: the tokens consumed when it happened
     tokens: str
     position: int  #: of the token that was being consumed
+    batch_row: int  #: of the session in which it was
     stage: Stage
     layer: int | None
     head: int | None

@@ -230,6 +230,7 @@ def test_padding_moves_the_slots_and_the_batch_row_is_named(model_type: str, one
     divergence = found(subject, scenario, fault=fault, one_pass=one_pass)
     assert (divergence.stage, divergence.layer, divergence.slot) == (Stage.CACHE_K, 1, 4)
     assert divergence.ids == ids[6:10]
+    assert divergence.batch_row == 1
     assert "at position 3 of batch row 1" in divergence.sentence
     assert "slot 4 (position 1)" in divergence.sentence
     assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from tests.small_report import REPORT
+from tests.sweep.samples import cell, group, job, table
 
 from kvproof._codec import to_plain
 from kvproof._ledger import ledger_lines
 from kvproof._report import Report
+from kvproof._table import Ending
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "src" / "kvproof" / "schemas"
@@ -40,6 +42,7 @@ def validator(name: str) -> Draft202012Validator:
 
 REPORT_SCHEMA = validator("report-1.json")
 LINE_SCHEMA = validator("ledger-line-1.json")
+SWEEP_SCHEMA = validator("sweep-1.json")
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +137,9 @@ def test_a_report_can_neither_lose_nor_gain_a_member(report: Report):
 def test_a_ledger_line_can_neither_lose_nor_gain_a_member(lines: list[Any]):
     for line in thinned(lines):
         assert_strict(LINE_SCHEMA, line)
+
+
+def test_the_table_of_a_sweep_can_neither_lose_nor_gain_a_member():
+    done, refused = job("random:llama"), job("random:gpt2")
+    groups = (group(done, cell(done)), group(refused, ending=Ending.REFUSED, reason="not here"))
+    assert_strict(SWEEP_SCHEMA, to_plain(table(*groups)))
