@@ -20,5 +20,6 @@ def row_digest(row: Tensor) -> str:
     return hashlib.sha256(_bytes_of(row)).hexdigest()
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _bytes_of(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return data

@@ -90,11 +90,10 @@ def test_a_healthy_model_differs_nowhere_and_is_not_changed_by_being_looked_at(m
     watched, alone = subject.session(tap=Recorder()), subject.session()
     for part in (ids[:9], ids[9:10], ids[10:]):
         assert torch.equal(watched.extend([part]), alone.extend([part]))
-    for scenario in (token_by_token(ids), chunked(ids, 5)):
-        for one_pass in (False, True):
-            located = localise(subject, scenario, one_pass=one_pass)
-            assert located.divergence is None, located.divergence.sentence
-            assert located.num_values > 0
+    for scenario, one_pass in ((token_by_token(ids), True), (chunked(ids, 5), False)):
+        located = localise(subject, scenario, one_pass=one_pass)
+        assert located.divergence is None, located.divergence.sentence
+        assert located.num_values > 0
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
