@@ -27,9 +27,20 @@ class TrueFloat64(TorchFunctionMode):
     """While it is entered, every request for a lower float type is a request for float64.
 
     Rewritten are ``dtype`` arguments of any torch function, ``.float()``, ``.half()`` and ``.bfloat16()``,
-    and type names; and a top-k breaks ties by the lowest index. Enter it around a forward alone: a model that
-    is built, or a fault that is planted, inside it would not be the one that runs outside.
+    and type names; what is made without a type is float64; and a top-k breaks ties by the lowest index. Enter it
+    around a forward alone: a model that is built, or a fault that is planted, inside it would not be the one
+    that runs outside.
     """
+
+    def __enter__(self) -> "TrueFloat64":
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._default)
 
     def __torch_function__(
         self,

@@ -37,6 +37,30 @@ def test_every_way_to_ask_for_a_lower_float_type_gives_float64(ask: Callable[[Te
     assert ask(x).dtype is not torch.float64, "the mode is left behind"
 
 
+UNNAMED: dict[str, Callable[[], Tensor]] = {
+    "full": lambda: torch.full((), torch.finfo(torch.float64).min),
+    "tensor": lambda: torch.tensor(0.1),
+    "zeros": lambda: torch.zeros(2),
+    "arange": lambda: torch.arange(0.0, 1.0, 0.1),
+    "linspace": lambda: torch.linspace(0, 1, 3),
+    "division of whole numbers": lambda: torch.tensor(1) / torch.tensor(3),
+}
+
+
+@pytest.mark.parametrize("make", UNNAMED.values(), ids=UNNAMED)
+def test_what_names_no_type_is_float64(make: Callable[[], Tensor]):
+    """A mask's stand-in for minus infinity, made without a type, would overflow in float32."""
+    with TrueFloat64():
+        assert make().dtype is torch.float64
+    assert torch.get_default_dtype() is torch.float32, "the mode is left behind"
+
+
+def test_an_error_inside_leaves_the_default_type_as_it_was():
+    with pytest.raises(RuntimeError, match="inside"), TrueFloat64():
+        raise RuntimeError("inside")
+    assert torch.get_default_dtype() is torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.complex128, torch.float64])
 def test_other_types_stay_what_they_are(dtype: torch.dtype):
     with TrueFloat64():
