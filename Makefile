@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory schemas clean
+.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory schemas docs clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
@@ -37,6 +37,9 @@ bench-memory: .venv/dev.stamp  ## what an audit of a long sequence takes in memo
 
 schemas: .venv/dev.stamp  ## write the published JSON schemas again
 	$(BIN)/python tools/write_schemas.py
+
+docs: .venv/dev.stamp  ## the documentation as a site, build/docs/index.html; a warning is an error
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
 clean:
 	rm -rf .venv

@@ -76,17 +76,18 @@ class Kvproof:
         from kvproof._report import Verdict
 
         wanted = [scenarios] if isinstance(scenarios, str) else scenarios
+        finding = None
         try:
             report = run(decoder, wanted, **{**self._options, **options})
         except MismatchError as error:
-            report = error.report
-            self._record(report)
-            if report.verdict is Verdict.NOT_CHECKED:
-                pytest.skip("; ".join(dict.fromkeys(s.reason for s in report.scenarios if s.reason)))
-            file = self._kept(report)
-            pytest.fail(f"{error}\n\nThe whole report: {file}\n{_next(file, self._node.nodeid)}", pytrace=False)
+            report, finding = error.report, str(error)
         self._record(report)
-        return report
+        if finding is None:
+            return report
+        if report.verdict is Verdict.NOT_CHECKED:
+            pytest.skip("; ".join(dict.fromkeys(s.reason for s in report.scenarios if s.reason)))
+        file = self._kept(report)
+        pytest.fail(f"{finding}\n\nThe whole report: {file}\n{_next(file, self._node.nodeid)}", pytrace=False)
 
     def _record(self, report: "Report") -> None:
         """Say in pytest's own JUnit file what was found."""

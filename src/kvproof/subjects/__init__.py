@@ -1,6 +1,9 @@
 """The seam: what kvproof asks of a decoder, and one adapter file for each kind of decoder."""
 
-from kvproof.subjects._base import Session, Subject, limits_of
+from kvproof._report import SubjectInfo
+from kvproof._stages import Site, Stage
+from kvproof._trace import Tap
+from kvproof.subjects._base import Opening, Session, Subject, limits_of
 from kvproof.subjects._callables import CallableSubject
 from kvproof.subjects._factory import as_subject
 from kvproof.subjects._given import CacheWays
@@ -11,9 +14,14 @@ __all__ = [
     "CacheWays",
     "CallableSubject",
     "ModuleSubject",
+    "Opening",
     "ReferenceSubject",
     "Session",
+    "Site",
+    "Stage",
     "Subject",
+    "SubjectInfo",
+    "Tap",
     "as_subject",
     "limits_of",
 ]

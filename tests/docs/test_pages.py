@@ -1,0 +1,98 @@
+"""The pages of the site do what they show; `shown` says how a page is read."""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from kvproof.cli import cli
+
+from .shown import ROOT, Reader, agree, assert_shown, blocks
+
+DOCS = ROOT / "docs"
+PAGES = {str(page.relative_to(DOCS)): page.read_text("utf-8") for page in sorted(DOCS.rglob("*.md"))}
+RUN = [name for name, text in PAGES.items() if any(language in ("console", "python") for language, _ in blocks(text))]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    """A reader in a folder beside the examples, which leaves this process as it was."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield Reader(tmp_path)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("default")  # what other libraries warn of is shown to a reader, and stops nobody
+@pytest.mark.parametrize("name", RUN)
+def test_a_page_does_what_it_shows(name: str, reader: Reader):
+    reader.follow(PAGES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if any(kind == "sh" for kind, _ in blocks(PAGES[name]))])
+def test_what_is_not_run_names_what_is_there(name: str):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    for line in "".join(block for kind, block in blocks(PAGES[name]) if kind == "sh").splitlines():
+        match line.split():
+            case ["pip", "install", what]:
+                assert what.strip("'").removeprefix("kvproof[").removesuffix("]") in project["optional-dependencies"]
+            case ["make", target, *_]:
+                assert target in targets
+            case ["kvproof", command, *words]:
+                known = {option for param in _command(command).params for option in param.opts}
+                assert {word for word in words if word.startswith("--")} <= known, line
+            case _:
+                assert line in ("source .venv/bin/activate",) or re.match(r"(for|done)\b", line.strip()), line
+
+
+def _command(name: str) -> click.Command:
+    return cli.commands[name]
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("28 rows, gap 4.9e-04", "28 rows, gap 9.8e-04"),
+        ("0.389574 and 2e+12", "0.389573 and 7e+12"),
+        ("a\n...\nd", "a\nb\nc\nd"),
+        ("...\nd", "c\nd"),
+        ("1 passed in ...", "1 passed in 3.06s"),
+    ],
+)
+def test_what_another_machine_prints_is_the_same(shown: str, printed: str):
+    assert_shown(shown, printed)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("28 rows", "29 rows"),
+        ("gap 4.9e-04", "gap 4.9e-02"),
+        ("0.389574", "0.409574"),
+        ("largest 22.31", "largest 23.31"),
+        ("a\nb", "a\nb\nc"),
+        ("a\n...", "b\na"),
+        ("a\n...\nd", "a\nd\ne"),
+        ("", "a"),
+        ("2 passed in ...", "1 passed in 3.06s"),
+    ],
+)
+def test_what_is_stale_is_seen(shown: str, printed: str):
+    with pytest.raises(AssertionError, match="not printed"):
+        assert_shown(shown, printed)
+
+
+def test_numbers_of_rounding_agree_in_size_alone():
+    assert agree("8.9e-16", "2.2e-16")
+    assert not agree("8.9e-16", "2.2e-13")
+    assert agree("0.0e+00", "2.2e-16")
+    assert not agree("0.0e+00", "0.1")

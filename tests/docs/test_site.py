@@ -1,0 +1,147 @@
+"""The site builds without a warning, from the code as it is, needs no network, and its links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+from tests.architecture.test_structure import PUBLIC
+
+import kvproof
+from kvproof._numerics import CONSTANTS
+from kvproof.cli import cli
+from kvproof.scenarios import catalogue
+
+from .shown import ROOT
+
+#: What a page loads by itself, as against what a reader may follow.
+LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src"}
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page names: its anchors, what it links and what it loads."""
+
+    file: Path
+    ids: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.file.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if "id" in given:
+            self.ids.add(given["id"])
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in LOADED and LOADED[tag] in given:
+            self.loads.append(given[LOADED[tag]])
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; building it as ``make docs`` does, without a network, is a test in itself."""
+    folder = tmp_path_factory.mktemp("site")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    (command,) = re.findall(r"^docs:.*\n\t\$\(BIN\)/sphinx-build (.*) build/docs$", makefile, flags=re.MULTILINE)
+    blocked = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "HTTP_PROXY")}
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *command.split(), str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **blocked, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[str, Page]:
+    return {str(file.relative_to(site)): Page(file) for file in sorted(site.rglob("*.html"))}
+
+
+def test_every_page_is_there(pages: dict[str, Page]):
+    sources = {str(file.relative_to(ROOT / "docs").with_suffix(".html")) for file in (ROOT / "docs").rglob("*.md")}
+    assert sources <= set(pages)
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[str, Page]):
+    for name, page in pages.items():
+        assert [address for address in page.loads if urlsplit(address).netloc] == [], name
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", style.read_text("utf-8")), style
+
+
+def test_links_lead_somewhere(site: Path, pages: dict[str, Page]):
+    broken = [f"{name}: {link}" for name, page in pages.items() for link in page.links if _is_broken(site, page, link)]
+    assert broken == []
+
+
+def _is_broken(site: Path, page: Page, link: str) -> bool:
+    """Return whether a link names no page, file or anchor; one to elsewhere is held to be an address alone."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return parts.scheme != "https" or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc)
+    file = (page.file.parent / unquote(parts.path)).resolve() if parts.path else page.file
+    if not file.is_file() or not file.is_relative_to(site.resolve()):
+        return True
+    return bool(parts.fragment) and file.suffix == ".html" and unquote(parts.fragment) not in _ids(file)
+
+
+@cache
+def _ids(file: Path) -> set[str]:
+    return Page(file).ids
+
+
+def test_every_public_name_is_documented(site: Path):
+    with (site / "objects.inv").open("rb") as file:
+        inventory = InventoryFile.load(file, "", lambda base, path: path)
+    known = {name for kind, names in inventory.items() if kind.startswith("py:") for name in names}
+    assert set(_public_names()) - known == set()
+
+
+def _public_names() -> Iterator[str]:
+    for name in PUBLIC:
+        value = getattr(kvproof, name)
+        yield f"kvproof.{name}"
+        for member in getattr(value, "__all__", ()) if isinstance(value, type(kvproof)) else ():
+            inner = getattr(value, member)
+            if isinstance(inner, type) or callable(inner):
+                public = getattr(kvproof, member, None) is inner
+                yield f"kvproof.{member}" if public else f"kvproof.{name}.{member}"
+
+
+def test_every_command_and_option_is_shown(pages: dict[str, Page]):
+    page = pages["reference/command-line.html"]
+    for name, command in cli.commands.items():
+        for option in (option for param in command.params for option in param.opts if option.startswith("--")):
+            assert f"cmdoption-kvproof-{name}-{option.removeprefix('--')}" in page.ids, f"{name} {option}"
+
+
+def test_tables_hold_what_the_code_holds(pages: dict[str, Page]):
+    scenarios = pages["reference/scenarios.html"].text
+    for scenario in catalogue(range(8), range(8)):
+        assert f"{scenario.name} {scenario.exposes}" in scenarios
+    tolerances = pages["explanation/tolerances.html"].text
+    for constant in CONSTANTS:
+        assert f"{constant.name} {constant.value:g} {constant.source}" in tolerances
