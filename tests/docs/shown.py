@@ -2,15 +2,15 @@
 
 A page is read from top to bottom, in a folder of its own, as a reader would follow it:
 
-- ``console``: commands behind ``$``, each with the output that is shown; ``...`` skips any lines, and at the end of
-  a line the rest of it. ``$?`` is the exit status of the last command.
-- ``python`` and ``toml`` whose first line is ``# name.ext``: a file. Any other ``python`` is run; all of a page share
-  their names, and a ``text`` after one is what it prints.
+- ``console``: commands behind ``$``, each with the output that is shown; ``...`` skips any lines, and at the end
+  of a line the rest of it. ``$?`` is the exit status of the last command.
+- ``python`` and ``toml`` whose first line is ``# name.ext``: a file. Any other ``python`` is run; all of a page
+  share their names, and a ``text`` after one is what it prints.
 - ``diff``: an edit of the file that it names.
 - ``sh``: what cannot be run here, such as an installation. What it names is checked to be there.
 
-Numbers are compared as numbers. One that hangs on weights and tokens agrees to its last digit, or to a hundredth; one
-below 0.001 is of rounding, and one beyond a million is a quotient by it, so another machine's are of the same size.
+Numbers are compared as numbers. One that hangs on weights and tokens agrees to its last digit, or to a hundredth;
+one below 0.001 is of rounding, one beyond a million is a quotient by it: another machine's is of the same size.
 """
 
 import os
