@@ -30,6 +30,7 @@ myst_heading_anchors = 3  # links of the form page.md#heading, as on GitHub
 default_role = "py:obj"  # single backticks in docstrings name objects, and link those that are on a page
 add_module_names = False
 autoclass_content = "both"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80

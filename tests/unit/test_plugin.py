@@ -60,7 +60,7 @@ def test_a_failure_is_the_finding_and_its_report_is_kept(pytester: pytest.Pytest
     result.assert_outcomes(failed=1)
     text = result.stdout.str()
     assert "The cached path diverges after" in text
-    assert "token-by-token (diverged): " in text
+    assert text.count("token-by-token (diverged): ") == 1
     assert "Which side: the suspect is the cached path" in text
     assert "To repeat it: pytest 'test_a_failure_is_the_finding" in text
     assert "Traceback" not in text
