@@ -136,6 +136,14 @@ def _public_names() -> Iterator[set[str]]:
                 yield {f"kvproof.{name}.{member}", f"kvproof.{member}", f"{inner.__module__}.{member}"}
 
 
+def test_signatures_can_be_read(pages: dict[str, Page]):
+    """A default that is no Python, as a function's repr, leaves a signature as one long line of raw names."""
+    text = "".join(page.text for name, page in pages.items() if name.startswith("reference/"))
+    assert "audit ( decoder" in text or "audit( decoder" in text
+    assert "<function" not in text
+    assert "~kvproof" not in text
+
+
 def test_every_command_and_option_is_shown(pages: dict[str, Page]):
     page = pages["reference/command-line.html"]
     for name, command in cli.commands.items():
