@@ -1,7 +1,6 @@
 """The site builds without a warning, from the code as it is, needs no network, and its links lead somewhere."""
 
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,10 @@ from kvproof._numerics import CONSTANTS
 from kvproof.cli import cli
 from kvproof.scenarios import catalogue
 
-from .shown import ROOT
+from .shown import ROOT, environment
+
+#: One process builds it, once.
+pytestmark = pytest.mark.xdist_group("site")
 
 #: What a page loads by itself, as against what a reader may follow.
 LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src"}
@@ -68,7 +70,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *command.split(), str(folder)],
         cwd=ROOT,
-        env={**os.environ, **blocked, "OMP_NUM_THREADS": "1"},
+        env={**environment(), **blocked},
         capture_output=True,
         text=True,
     )
