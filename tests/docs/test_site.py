@@ -104,6 +104,24 @@ def test_links_lead_somewhere(site: Path, pages: dict[str, Page]):
     assert broken == []
 
 
+def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path):
+    (tmp_path / "other.html").write_text('<p id="there">', "utf-8")
+    page = tmp_path / "page.html"
+    good = ["other.html", "other.html#there", "#here", "https://example.org/x"]
+    bad = [
+        "gone.html",
+        "other.html#gone",
+        "#gone",
+        "..",
+        "../outside.html",
+        "http://example.org",
+        "https://nowhere",
+    ]
+    page.write_text('<p id="here">' + "".join(f'<a href="{link}">' for link in (*good, *bad)), "utf-8")
+    links = Page(page)
+    assert [link for link in links.links if _is_broken(tmp_path, links, link)] == bad
+
+
 def _is_broken(site: Path, page: Page, link: str) -> bool:
     """Return whether a link names no page, file or anchor; one to elsewhere is held to be an address alone."""
     parts = urlsplit(link)
