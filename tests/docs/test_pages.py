@@ -17,7 +17,6 @@ def pages_with(*kinds: str) -> list[str]:
     return [name for name, text in PAGES.items() if any(kind in kinds for kind, _ in blocks(text))]
 
 
-@pytest.mark.no_cover
 @pytest.mark.filterwarnings("default")  # what other libraries warn of is shown to a reader, and stops nobody
 @pytest.mark.parametrize("name", pages_with("console", "python"))
 def test_a_page_does_what_it_shows(name: str, reader: Reader):

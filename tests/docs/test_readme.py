@@ -6,8 +6,6 @@ import pytest
 
 from .shown import ROOT, Reader, assert_shown, blocks
 
-pytestmark = pytest.mark.no_cover
-
 README = (ROOT / "README.md").read_text("utf-8")
 
 
