@@ -34,6 +34,7 @@ SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-st
 
 #: The forms of a report, and the module that writes each.
 FORMS = {
+    "html": "html",
     "junit": "junit",
     "sarif": "sarif",
     "markdown": "report_markdown",
@@ -66,7 +67,7 @@ cli.add_command(audit)
     "--report",
     "report_dir",
     type=click.Path(path_type=Path),
-    help="Write report.json, the generation ledgers and the checkpoint into this folder.",
+    help="Write report.json and report.html, the generation ledgers and the checkpoint into this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
