@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 
 from kvproof._calls import Layout, Token, TracedCall
-from kvproof._compare import gap_between
+from kvproof._compare import gap_between, largest
 from kvproof._errors import SubjectError
 from kvproof._localise import origin_of, traced_calls
 from kvproof._report import ConsumedToken, Divergence, KeptSlot, Spread, SpreadSite
@@ -172,9 +172,7 @@ class _Seen:
             slots: dict[int, KeptSlot] = {}
             for site in (s for s in call.sites if s.layer == layer and s.stage in OVER_SLOTS):
                 for slot in self._slots(number, call, run, site, token):
-                    before = slots.get(slot.slot)
-                    if before is None or (slot.wrong, slot.gap) > (before.wrong, before.gap):
-                        slots[slot.slot] = slot
+                    slots[slot.slot] = _both(slots[slot.slot], slot) if slot.slot in slots else slot
             for kept in slots.values():
                 self._go_on(kept)
 
@@ -214,11 +212,16 @@ class _Seen:
             old = self.kept[number]
             holds = (old.position, old.token, old.wrong) == (new.position, new.token, new.wrong)
             if holds and old.last_call >= self._call_before:
-                gap, origin = max(old.gap, new.gap), old.origin or new.origin
-                self.kept[number] = dataclasses.replace(old, last_call=new.last_call, gap=gap, origin=origin)
+                self.kept[number] = dataclasses.replace(_both(old, new), last_call=new.last_call)
                 return
         self._newest[key] = len(self.kept)
         self.kept.append(new)
+
+
+def _both(first: KeptSlot, second: KeptSlot) -> KeptSlot:
+    """Return what a slot holds by two of its tensors, or by one at two times."""
+    gap, origin = largest((first.gap, second.gap)), first.origin or second.origin
+    return dataclasses.replace(first, gap=gap, wrong=first.wrong or second.wrong, origin=origin)
 
 
 def _scale(run: UncachedRun, site: Site) -> float:

@@ -56,7 +56,17 @@ function redraw(box) {
   const make = drawings.get(box);
   if (!make || width < 40) return;
   box.dataset.width = width;
-  box.replaceChildren(make(width));
+  box.replaceChildren(picture(make(width)));
+}
+/* One picture to those who do not see it, named by its label; the same numbers stand beside it as text. */
+function picture(svg) {
+  svg.setAttribute("role", "img");
+  for (const group of svg.querySelectorAll("g[aria-label]")) {
+    group.dataset.mark = group.getAttribute("aria-label");
+    group.removeAttribute("aria-label");
+    group.removeAttribute("aria-description");
+  }
+  return svg;
 }
 const watcher = new ResizeObserver((entries) => {
   for (const entry of entries) {

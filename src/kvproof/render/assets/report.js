@@ -14,12 +14,12 @@
     const x = { type: "log", domain: scale.domain, axis: null }, y = { axis: null }, width = 260;
     const bounds = { width, marginLeft: 8, marginRight: 8 };
     const head = document.querySelector("#overview th.rung");
-    head.append(Plot.plot({ ...bounds, height: 18, marginTop: 17, marginBottom: 0, x, y,
-      marks: [Plot.axisX(scale.ticks(6), { anchor: "top", label: null, tickFormat: scale.text, tickSize: 0, tickPadding: 1 })] }));
+    head.append(picture(Plot.plot({ ...bounds, height: 18, marginTop: 17, marginBottom: 0, x, y,
+      marks: [Plot.axisX(scale.ticks(6), { anchor: "top", label: null, tickFormat: scale.text, tickSize: 0, tickPadding: 1, fontWeight: 400, fontSize: 11 })] })));
     for (const { scenario, i } of shownRows) {
       const gap = most(scenario, "gap"), top = most(scenario, "top_gap"), allowed = most(scenario, "allowed");
       const fill = bad(scenario.verdict) ? FAIL : PASS;
-      document.querySelector(`tr[data-scenario="${i}"] td.rung`).append(Plot.plot({
+      document.querySelector(`tr[data-scenario="${i}"] td.rung`).append(picture(Plot.plot({
         ...bounds, height: 20, marginTop: 0, marginBottom: 0, x, y,
         marks: [
           Plot.ruleY([0], { stroke: "var(--line)" }),
@@ -27,7 +27,7 @@
           Plot.dot(top === undefined ? [] : [top], { x: scale.clamp, frameAnchor: "middle", symbol: "diamond", r: 5, stroke: fill, fill: "var(--bg)", strokeWidth: 1.6 }),
           Plot.dot([gap], { x: scale.clamp, frameAnchor: "middle", r: 4.5, fill }),
         ],
-      }));
+      })));
     }
     const hasTop = shownRows.some(({ scenario }) => scenario.rows.some((row) => row.top_gap !== null));
     legend($("rungs-legend"), [
