@@ -18,8 +18,8 @@ SCALE = 3
 MOST_DIFFERENT = 3.0
 
 
-def assert_looks_as_before(page: Page, name: str) -> None:
-    """Hold what the screen shows against the picture of that name."""
+def assert_looks_as_before(page: Page, name: str, *, keep: bool = True) -> None:
+    """Hold what the screen shows against the picture of that name; one that differs is kept beside it."""
     fonts = subprocess.run(["fc-list", FONT], capture_output=True).stdout if shutil.which("fc-list") else b""
     if not fonts:
         pytest.skip(f"the pictures on record were taken with the font {FONT} (Debian: fonts-dejavu-core)")
@@ -28,11 +28,13 @@ def assert_looks_as_before(page: Page, name: str) -> None:
     whole = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     seen = whole.resize((whole.width // SCALE, whole.height // SCALE), Image.Resampling.BOX)
     file = FOLDER / f"{name}.png"
-    if os.environ.get("KVPROOF_WRITE_SCREENS"):
+    if keep and os.environ.get("KVPROOF_WRITE_SCREENS"):
         seen.quantize(64).save(file, optimize=True)
     kept = Image.open(file).convert("RGB")
     assert kept.size == seen.size
     difference = max(ImageStat.Stat(ImageChops.difference(kept, seen)).mean)
     if difference > MOST_DIFFERENT:
-        seen.save(other := FOLDER / f"{name}.seen.png")
+        other = FOLDER / f"{name}.seen.png"
+        if keep:
+            seen.save(other)
         raise AssertionError(f"{name} differs by {difference:.1f} of 255 a pixel: look at {other}")

@@ -201,6 +201,15 @@ def test_it_looks_as_before(watched: Watched, failing_page: Path, request: pytes
     assert_looks_as_before(page, f"report-spread-{look}")
 
 
+def test_a_chart_that_is_missing_is_noticed(watched: Watched, failing_page: Path):
+    """The comparison of pictures can fail."""
+    page = watched.open(failing_page)
+    page.locator("#spread").evaluate("node => node.scrollIntoView()")
+    page.locator("#spread-chart svg").evaluate("node => { node.style.visibility = 'hidden'; }")
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_looks_as_before(page, "report-spread-light", keep=False)
+
+
 def test_it_prints_everything_on_white(watched: Watched, failing_page: Path):
     page = watched.open(failing_page)
     page.emulate_media(media="print", color_scheme="dark")

@@ -185,7 +185,7 @@
     tokens(walk, number);
     const off = step.values.filter((v) => v.uncached !== null);
     $("step-readout").replaceChildren(el("strong", {}, `Token ${number + 1} of ${walk.steps.length}: `), el("span", { class: "token" }, step.token), ` takes position ${step.position}. `,
-      `Each layer's cache grows from ${step.position} to ${step.position + 1} ${step.position ? "entries" : "entry"} a head. `,
+      `Each layer's cache must hold ${step.position + 1} ${step.position ? "entries" : "entry"} a head after it. `,
       off.length ? `${off.length} of ${step.values.length} values differ from the uncached path.` : "Every value agrees with the uncached path.",
       ...(off.length && step.gap > data.allowed && step.same_choice ? [" The most likely token is the same all the same: chosen tokens alone would not show it."] : []));
     values(walk, step);
