@@ -45,15 +45,13 @@ def test_a_failed_audit_tells_in_its_first_screen_what_broke_and_where(
 
 def test_the_sections_are_reached_from_the_bar(watched: Watched, passing_page: Path):
     page = watched.open(passing_page)
+    page.keyboard.press("Tab")
+    assert page.locator("a.skip").evaluate("node => node === document.activeElement"), "the first stop"
     links = page.locator("nav a")
     assert links.count() == 9
     for link in links.all():
         link.press("Enter")
         assert page.locator(link.get_attribute("href")).is_visible()
-    page.keyboard.press("Control+Home")
-    page.reload()
-    page.keyboard.press("Tab")
-    assert page.locator("a.skip").evaluate("node => node === document.activeElement")
 
 
 def test_no_control_is_without_a_test(watched: Watched, passing_page: Path):
@@ -156,12 +154,10 @@ def test_what_is_folded_opens_by_keyboard(watched: Watched, passing_page: Path):
 
 
 HOSTILE = [
-    "<script>window.ran = 1</script>",
-    "</script><script>window.ran = 1</script>",
     "<!--<script>",
+    "</script><script>window.ran = 1</script>",
     "\"'><img src=x onerror='window.ran = 1'>",
-    "{{ 7 * 7 }}{% raw %}",
-    "\u202e\u2028javascript:window.ran=1",
+    "{{ 7 * 7 }}\u202e\u2028javascript:window.ran=1",
 ]
 
 

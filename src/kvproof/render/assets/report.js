@@ -346,9 +346,13 @@
     legend($("runs-legend"), [[swatch("dot", PASS), "margin of the chosen token's row"], [swatch("cross", QUIET), "twice the gap of the two paths"]]);
   }
 
+  /* What stands further down is drawn once the page can be read and used. */
+  const later = window.requestIdleCallback ?? setTimeout;
   overview();
   positions();
-  spreads();
-  runs();
-  document.body.dataset.ready = "yes";
+  later(() => {
+    spreads();
+    runs();
+    document.body.dataset.ready = "yes";
+  });
 })();
