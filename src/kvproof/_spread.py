@@ -27,6 +27,8 @@ from kvproof.subjects import Subject
 MOST_TOKENS, BEFORE = 32, 8
 #: For so many wrong slots it is looked up what they really hold; each is held against every entry known.
 MOST_ORIGINS = 32
+#: Slots of tokens that are not shown are reported where they are wrong, until so many entries are.
+MOST_KEPT = 4096
 
 
 def spreads_of(
@@ -187,6 +189,9 @@ class _Seen:
         limit, scale = run.limit(site), _scale(run, site)
         for place, gap in enumerate(gaps.tolist()):
             position = comparison.first_position + place
+            in_window = self.start <= position < self.start + MOST_TOKENS
+            if not in_window and (gap <= limit or len(self.kept) >= MOST_KEPT):
+                continue
             origin = None
             if gap > limit and self._num_origins < MOST_ORIGINS:
                 self._num_origins += 1

@@ -91,6 +91,19 @@ def test_a_long_program_is_shown_around_its_first_mismatch(checkpoint: Checkpoin
     assert clean.left_out
     assert spread.left_out
     assert spread.tokens[wrong(spread)[0][1]].position == at
+    assert {slot.position for slot in clean.kept} == set(range(MOST_TOKENS))
+    assert {slot.position for slot in spread.kept} == set(range(first, first + MOST_TOKENS))
+
+
+def test_a_wrong_slot_of_a_token_long_gone_is_shown(checkpoint: Checkpoint):
+    decoder = initialised(DecoderConfig(context_len=80), 0).eval().requires_grad_(False)
+    subject = ReferenceSubject(dataclasses.replace(checkpoint, decoder=decoder))
+    ids = tuple((i * i + i) % 8 for i in range(60))
+    fault = faults.stale_slot(slot=3, source=0)
+    spread = spread_of(subject, token_by_token(ids), fault=fault, first=found_at(ids[:50]), one_pass=True)
+    early = [slot for slot in spread.kept if slot.position < spread.tokens[0].position]
+    assert {(slot.layer, slot.slot) for slot in early if slot.layer == 0} == {(0, 3)}
+    assert all(slot.wrong for slot in early)
 
 
 def test_of_a_batch_the_row_with_the_finding_is_shown(subject: ReferenceSubject):

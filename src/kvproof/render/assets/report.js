@@ -257,7 +257,7 @@
     }
     function cachePicture(width) {
       const call = calls[Number(slider.value)][0];
-      const slots = d3.range(1 + d3.max(now.kept, (k) => k[3])), layers = [...new Set(now.kept.map((k) => k[2]))].sort((a, b) => a - b);
+      const slots = [...new Set(now.kept.map((k) => k[3]))].sort((a, b) => a - b), layers = [...new Set(now.kept.map((k) => k[2]))].sort((a, b) => a - b);
       const held = now.kept.filter(([from, to]) => from <= call && call <= to);
       const left = 58, wide = (width - left - 6) / slots.length, size = layers.length > 40 ? 9 : layers.length > 16 ? 14 : 22;
       const texts = new Map(held.map((k) => [k[3], k])), every = Math.max(1, Math.ceil(20 / wide)), top = 40, fits = Math.floor((wide - 2) / 6.6), names = fits >= 2;
