@@ -2,14 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+APT := $(if $(filter 0,$(shell id -u)),,sudo -n )apt-get
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory schemas docs clean
+.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory schemas docs chromium clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
 
-test: .venv/dev.stamp  ## everything that CI runs
+test: .venv/dev.stamp chromium  ## everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -40,6 +41,10 @@ schemas: .venv/dev.stamp  ## write the published JSON schemas again
 
 docs: .venv/dev.stamp  ## the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
+
+chromium:  ## a browser for the tests of pages: Debian's, where there is none and this user may install it
+	@command -v chromium >/dev/null || { $(APT) update -qq && $(APT) install -qq -y chromium fonts-dejavu-core; } >/dev/null 2>&1 \
+	|| echo "no chromium, and none can be installed here: the tests of pages will say so and be skipped"
 
 clean:
 	rm -rf .venv

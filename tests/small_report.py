@@ -14,10 +14,12 @@ from kvproof._report import (
     Certificate,
     CheckpointInfo,
     Constant,
+    ConsumedToken,
     Divergence,
     FaultResult,
     FourWays,
     GateItem,
+    KeptSlot,
     Milestone,
     Mutant,
     NotPlanted,
@@ -29,6 +31,8 @@ from kvproof._report import (
     RunPair,
     ScenarioResult,
     SmallestChange,
+    Spread,
+    SpreadSite,
     SubjectInfo,
     Tolerance,
     Verdict,
@@ -249,6 +253,47 @@ CERTIFICATE = Certificate(
     problem="nothing misplaced in the cache of layer 0 changed a row of logits",
 )
 
+SPREAD = Spread(
+    scenario="token-by-token",
+    fault="wrong-layer",
+    dtype="float64",
+    tokens=(
+        ConsumedToken(call=0, batch_row=0, position=0, token="[red]<script>"),
+        ConsumedToken(call=1, batch_row=0, position=1, token="A"),
+    ),
+    sites=(
+        SpreadSite(name="position", layer=None, allowed=0.0),
+        SpreadSite(name="cache_k of layer 0", layer=0, allowed=1e-9),
+        SpreadSite(name="logits", layer=None, allowed=1e-9),
+    ),
+    gaps=((0.0, 0.0), (0.0, 0.5), (None, math.inf)),
+    kept=(
+        KeptSlot(
+            first_call=0,
+            last_call=0,
+            layer=0,
+            slot=0,
+            position=0,
+            token="[red]<script>",
+            gap=0.0,
+            wrong=False,
+            origin=None,
+        ),
+        KeptSlot(
+            first_call=1,
+            last_call=1,
+            layer=0,
+            slot=0,
+            position=0,
+            token="[red]<script>",
+            gap=0.5,
+            wrong=True,
+            origin="layer 1's key of position 0",
+        ),
+    ),
+    left_out=True,
+)
+
 REPORT = Report(
     schema_version=1,
     verdict=Verdict.ROUNDING,
@@ -264,6 +309,7 @@ REPORT = Report(
         seed=3,
         sequences=((0, 2), (2, 2)),
         num_programs=4,
+        command="kvproof audit --config config.json --seed 3 --programs 4",
     ),
     subject=SubjectInfo(
         name="tiny decoder",
@@ -349,5 +395,6 @@ REPORT = Report(
     certificate=CERTIFICATE,
     notes=("no float64 rung",),
     partial=True,
+    spreads=(SPREAD,),
     milestone=MILESTONE,
 )

@@ -19,15 +19,18 @@ from kvproof._prompts import DEFAULT_LENGTH, programs_for
 from kvproof._report import (
     SCHEMA_VERSION,
     Certificate,
+    Divergence,
     FaultResult,
     FourWays,
     Report,
     RowResult,
     ScenarioResult,
+    Spread,
     Tolerance,
     Verdict,
     worst,
 )
+from kvproof._spread import spreads_of
 from kvproof._suspect import four_ways
 from kvproof._uncached import Reference, Rung, Uncached
 from kvproof.faults import Fault, no_fault
@@ -52,6 +55,7 @@ def audit(
     top_rung: bool = True,
     all_values: bool = True,
     certificate: bool | None = None,
+    spread: bool = False,
     fail_fast: bool = False,
     keep_partial: bool = False,
     on_scenario: Callable[[str], None] = lambda name: None,
@@ -69,6 +73,7 @@ def audit(
     logits; without it, values are compared only in programs whose logits diverge. ``certificate`` plants every
     fault of the catalogue that the subject lets be planted, where the verdict would be a pass: an audit that
     cannot be shown able to fail is `vacuous`; by default it does so where the whole catalogue is run.
+    ``spread`` runs one program once more, the first that diverged where one did, and reports every value's gap.
     ``fail_fast`` stops after the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C
     arrives. Both mark the report as partial. ``on_scenario`` is told what is being run.
 
@@ -78,8 +83,6 @@ def audit(
     subject = as_subject(decoder)
     certificate = scenarios is None if certificate is None else certificate
     programs = list(programs_for(subject, scenarios, length, seed))
-    if not programs:
-        raise UsageError("an audit needs at least one scenario")
     auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
     results: list[ScenarioResult] = []
     fault_results: list[FaultResult] = []
@@ -97,13 +100,13 @@ def audit(
             fault_results.append(auditor.check_fault(fault, programs, clean_gap))
         if certificate and not partial and _joined(results).passes:
             evidence = auditor.certificate(programs, on_scenario)
+        if spread:
+            auditor.see_spreads(programs, results)
     except KeyboardInterrupt:
         if not keep_partial:
             raise
         partial = True
-    verdict = _joined(results)
-    if evidence is not None and evidence.problem is not None:
-        verdict = worst([verdict, Verdict.VACUOUS])
+    verdict = _verdict(results, evidence)
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=verdict,
@@ -118,6 +121,7 @@ def audit(
         certificate=evidence,
         notes=(*auditor.notes(), *((NO_CERTIFICATE,) if verdict.passes and not certificate else ())),
         partial=partial,
+        spreads=auditor.spreads,
         milestone=None,
     )
 
@@ -142,11 +146,15 @@ class Auditor:
         self._without_top: dict[str, str] = {}
         self._uncertified: str | None = None
         self._made: Counter[str] = Counter()  #: by all random programs together
+        self.found: dict[Fault | None, tuple[Scenario, Divergence]] = {}  #: the first finding, and each fault's
+        self.spreads: tuple[Spread, ...] = ()
 
     def results(
         self, programs: Sequence[Scenario], on_scenario: Callable[[str], None]
     ) -> Iterator[ScenarioResult]:
         """Check causality, where rows are taken from one pass, and then each name's programs."""
+        if not programs:
+            raise UsageError("an audit needs at least one scenario")
         on_scenario(CAUSALITY)
         self._prepare(programs)  # what raises here raises again where its own scenario is checked
         causal = True
@@ -211,6 +219,8 @@ class Auditor:
                 located = self._located(program, fault, bad)
                 num_values += located.num_values
                 divergence = located.divergence
+                if divergence is not None and not advice:
+                    self.found.setdefault(fault, (program, divergence))
         verdicts = [row.verdict for row in rows]
         if divergence is not None and self._certain:
             verdicts.append(Verdict.DIVERGED)
@@ -268,6 +278,11 @@ class Auditor:
         except SubjectError as error:
             self._uncertified = str(error).splitlines()[0]
             return None
+
+    def see_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
+        """See how the first finding, or else a program without one, and each fault spread."""
+        clean = programs if _joined(results).passes else ()
+        self.spreads = spreads_of(self.uncached, self.found, clean)
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
@@ -460,6 +475,12 @@ def _joined(results: Sequence[ScenarioResult]) -> Verdict:
     if worst(verdicts) is Verdict.NOT_CHECKED and worst(causality).passes:
         return Verdict.NOT_CHECKED
     return worst(verdicts + causality)
+
+
+def _verdict(results: Sequence[ScenarioResult], certificate: Certificate | None) -> Verdict:
+    """Join what counts with what the certificate could not show."""
+    problem = certificate is not None and certificate.problem is not None
+    return worst([_joined(results), *((Verdict.VACUOUS,) if problem else ())])
 
 
 def _summary(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvproof._errors import UsageError
-from kvproof._outputs import complain, made, print_report, print_text, write_json, written
+from kvproof._outputs import complain, made, print_report, print_text, write_report, written
 from kvproof._progress import shown_progress
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ ATTENTIONS = ("eager", "sdpa")
 
 #: The options that `LoadOptions` takes, besides the seed.
 _LOADING = ("dtype", "attention", "device", "config", "network", "trust_remote_code")
+
+#: The options that say where a result goes, and nothing of what is run.
+_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list"})
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -70,7 +73,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
 @click.option("--baseline", type=_FILE, help="Fail only on what got worse than in this report.json.")
 @click.option(
-    "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json into this folder."
+    "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json and report.html here."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
@@ -89,6 +92,7 @@ def audit(
     baseline: Path | None,
     num_programs: int,
     quiet: bool,
+    report_dir: Path | None,
     **others: Any,
 ) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
@@ -133,21 +137,23 @@ def audit(
             reference=reference,
             all_values=False,
             certificate=certificate,
+            spread=report_dir is not None,
             fail_fast=fail_fast,
             keep_partial=True,
             on_scenario=progress.part,
         )
     context = click.get_current_context()
-    report = replace(report, request=_request(context.params, subject.info.dtype, sequences))
+    report = replace(report, request=_request(context, subject.info.dtype, sequences))
     sys.exit(_written(report, context, before))
 
 
 def _request(
-    options: dict[str, Any], dtype: str, sequences: "tuple[tuple[int, ...], tuple[int, ...]]"
+    context: click.Context, dtype: str, sequences: "tuple[tuple[int, ...], tuple[int, ...]]"
 ) -> "Request":
     """Return what an audit was asked, to be kept in its report."""
     from kvproof._report import Request
 
+    options = context.params
     return Request(
         target=options["target"],
         config=None if options["config"] is None else str(options["config"]),
@@ -158,6 +164,7 @@ def _request(
         seed=options["seed"],
         sequences=sequences,
         num_programs=options["num_programs"],
+        command=shlex.join(_typed(context, _OUTPUTS)),
     )
 
 
@@ -172,7 +179,7 @@ def _written(report: "Report", context: click.Context, before: "Report | None") 
     if not as_json and not quiet:
         outputs.append(lambda: print_text(_again(context, report)))
     if folder is not None:
-        outputs.append(lambda: write_json(report, made(folder) / "report.json"))
+        outputs.append(lambda: write_report(report, made(folder)))
     status = report.exit_status if found is None else found.exit_status
     if found is not None and not as_json:
         outputs.append(lambda: print_text("".join(f"{line}\n" for line in found.sentences())))
@@ -192,26 +199,7 @@ def _again(context: click.Context, report: "Report") -> str:
     name = next((s.name for s in report.scenarios if s.verdict.value == "diverged" and not s.advice), None)
     if name is None:
         return ""
-    left_out = {
-        "scenario",
-        "skip",
-        "require",
-        "certificate",
-        "fail_fast",
-        "report_dir",
-        "as_json",
-        "quiet",
-        "as_list",
-    }
-    words = ["kvproof", "audit"]
-    for parameter in context.command.params:
-        value = context.params[str(parameter.name)]
-        if parameter.name in left_out or value in (None, parameter.get_default(context)):
-            continue
-        if isinstance(parameter, click.Argument):
-            words.append(str(value))
-        else:
-            words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    words = _typed(context, _OUTPUTS | {"scenario", "skip", "require", "certificate", "fail_fast"})
     if name != "causality":  # it comes before every scenario
         words += ["--scenario", name]
     text = f"To repeat the first finding alone: {shlex.join(words)}\n"
@@ -220,6 +208,23 @@ def _again(context: click.Context, report: "Report") -> str:
         shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json")])
         text += f"To shrink it to one file that needs no kvproof: {shrink}\n"
     return text
+
+
+def _typed(context: click.Context, left_out: frozenset[str]) -> list[str]:
+    """Return the words of the command line that was typed, without some options and what is default."""
+    words = ["kvproof", "audit"]
+    for parameter in context.command.params:
+        value = context.params[str(parameter.name)]
+        if parameter.name in left_out or value in (None, (), parameter.get_default(context)):
+            continue
+        if isinstance(parameter, click.Argument):
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            each = value if isinstance(value, tuple) else (value,)
+            words += [word for one in each for word in (parameter.opts[0], str(one))]
+    return words
 
 
 def _prompt(text: str | None, file: Path | None) -> str | None:

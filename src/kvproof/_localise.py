@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kvproof._calls import Comparison, Layout, TracedCall
 from kvproof._compare import Gap, gap_between, largest
@@ -355,17 +356,26 @@ def _describe(
 
 
 def _origin(runs: UncachedRuns, found: _Mismatch) -> tuple[str | None, str]:
-    """Say what a wrong cache slot really holds, if that is another entry of a run we know."""
-    site, prefix = found.comparison.site, found.comparison.token.prefix
-    likely = LIKELY_CONTRACT[site.stage]
+    """Say what a wrong value is: of a cache slot what it really holds, of others the likely contract alone."""
+    site, token = found.comparison.site, found.comparison.token
     if site.stage not in OVER_SLOTS:
-        return None, likely
+        return None, LIKELY_CONTRACT[site.stage]
     held = found.comparison.actual[:, found.gap.index[1]]
+    return origin_of(runs, site, token.prefix, held, found.limit)
+
+
+def origin_of(
+    runs: UncachedRuns, site: Site, prefix: Prefix, held: Tensor, limit: float
+) -> tuple[str | None, str]:
+    """Say what a wrong cache slot really holds, if that is another entry of a run we know, and the contract.
+
+    ``held`` is (head, head_dim), and ``limit`` the gap within which two entries are the same.
+    """
     for ids, entries in sorted(runs.entries.items(), key=lambda item: item[0][: len(prefix)] != prefix):
         for other in sorted(entries, key=lambda other: (other.stage is Stage.CACHE_V, other.layer or 0)):
             for place in range(min(entries[other].shape[2], len(ids))):
                 there = entries[other][0, :, place]
-                if there.shape != held.shape or not gap_between(there, held).size <= found.limit:
+                if there.shape != held.shape or not gap_between(there, held).size <= limit:
                     continue
                 kind = "key" if other.stage is Stage.CACHE_K else "value"
                 origin = f"layer {other.layer}'s {kind} of position {place}"
@@ -374,4 +384,4 @@ def _origin(runs: UncachedRuns, found: _Mismatch) -> tuple[str | None, str]:
                 if other.stage is not site.stage:
                     return origin, WRONG_KIND
                 return origin, WRONG_LAYER if other.layer != site.layer else WRONG_SLOT
-    return None, likely
+    return None, LIKELY_CONTRACT[site.stage]

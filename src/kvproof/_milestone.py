@@ -91,6 +91,7 @@ def _milestone(
         tolerance=TOLERANCE,
         reference="literal",
         certificate=True,
+        spread=True,
         on_scenario=on_stage,
     )
     on_stage("cache trace, memory and refusals")

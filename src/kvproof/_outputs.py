@@ -39,6 +39,15 @@ def write_json(report: "Report", path: Path) -> None:
     write_whole(path, render(report).encode())
 
 
+def write_report(report: "Report", folder: Path) -> None:
+    """Write a report as JSON, for tools, and as a page, for people."""
+    from kvproof._files import write_whole
+    from kvproof.render.html import render
+
+    write_json(report, folder / "report.json")
+    write_whole(folder / "report.html", render(report).encode())
+
+
 def save(weights: "Checkpoint", path: Path) -> None:
     """Write a checkpoint as safetensors."""
     from kvproof.reference import save_checkpoint
@@ -95,7 +104,7 @@ def write_milestone(report: "Report", weights: "Checkpoint", folder: Path) -> No
         lines = "".join(f"{line}\n" for line in ledger_lines(pair.cached))
         write_whole(folder / f"{pair.name}.jsonl", lines.encode())
     save(weights, folder / "checkpoint.safetensors")
-    write_json(report, folder / "report.json")
+    write_report(report, folder)
 
 
 def complain(message: str) -> None:

@@ -351,6 +351,55 @@ class Request:
     seed: int  #: of random weights, random tokens and random programs
     sequences: tuple[tuple[int, ...], tuple[int, ...]]  #: the tokens that the catalogue was made over
     num_programs: int  #: random programs besides the catalogue's
+    command: str | None  #: the line to type to run it again; None where no command line asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumedToken:
+    """One token that a program consumed: a column of a `Spread`."""
+
+    call: int
+    batch_row: int
+    position: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadSite:
+    """One place on the way to the logits: a row of a `Spread`."""
+
+    name: str
+    layer: int | None
+    allowed: float  #: the gap beyond which a value is wrong here, as a part of the site's largest magnitude
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSlot:
+    """What one slot of a layer's cache held, from one call to another."""
+
+    first_call: int
+    last_call: int
+    layer: int
+    slot: int
+    position: int  #: of the token that the slot must stand for
+    token: str
+    gap: float  #: the larger of the key's and the value's, as a part of their largest magnitude
+    wrong: bool
+    origin: str | None  #: what a wrong slot really holds, where that could be told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Every value of one program, cached against uncached: where an error starts and what it reaches."""
+
+    scenario: str
+    fault: str | None  #: the deliberate fault, where one was planted
+    dtype: str
+    tokens: tuple[ConsumedToken, ...]  #: in the order in which they were consumed
+    sites: tuple[SpreadSite, ...]  #: in causal order
+    gaps: tuple[tuple[float | None, ...], ...]  #: [site][token], as parts; whole for what is no float
+    kept: tuple[KeptSlot, ...]
+    left_out: bool  #: the program consumes more tokens than are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +419,7 @@ class Report:
     certificate: Certificate | None
     notes: tuple[str, ...]  #: what else a reader must know, as that there was no float64 rung
     partial: bool  #: interrupted, or stopped at the first finding: scenarios may be missing
+    spreads: tuple[Spread, ...]  #: of the first finding, or of a program without one; then of each fault
     milestone: Milestone | None
 
     @property

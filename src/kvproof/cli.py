@@ -34,6 +34,7 @@ SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-st
 
 #: The forms of a report, and the module that writes each.
 FORMS = {
+    "html": "html",
     "junit": "junit",
     "sarif": "sarif",
     "markdown": "report_markdown",
@@ -66,7 +67,7 @@ cli.add_command(audit)
     "--report",
     "report_dir",
     type=click.Path(path_type=Path),
-    help="Write report.json, the generation ledgers and the checkpoint into this folder.",
+    help="Write report.json and report.html, the generation ledgers and the checkpoint into this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
@@ -231,6 +232,42 @@ def render(report_file: Path, form: str, out: Path | None) -> None:
     text: str = importlib.import_module(f"kvproof.render.{FORMS[form]}").render(read(report_file))
     output = (lambda: print_text(text)) if out is None else (lambda: write_whole(out, text.encode()))
     sys.exit(written([output], 0))
+
+
+@cli.command()
+@click.option("--out", type=_FILE, help="Write the page to this file instead of serving it.")
+@click.option("--checkpoint", type=_FILE, help="Load the weights from FILE instead of training them.")
+@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Serve here. Default: a free port.")
+@click.option("--no-browser", is_flag=True, help="Serve, and open no browser.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def lesson(out: Path | None, checkpoint: Path | None, port: int, no_browser: bool, quiet: bool) -> None:
+    """Open the interactive lesson: the reference decoder, token by token.
+
+    Every number of a real cache to step through, faults to switch on, and five questions. The page is served on
+    this machine alone until Ctrl-C; --out writes it as one file that needs no network.
+    """
+    with shown_progress(quiet) as progress:
+        weights = _load(checkpoint) if checkpoint else _train(progress)
+        from kvproof._walk import walk
+        from kvproof.render.lesson import render
+
+        page = render(walk(weights, progress.stage))
+    if out is not None:
+        from kvproof._files import write_whole
+
+        sys.exit(written([lambda: write_whole(out, page.encode())], 0))
+    from kvproof._serve import serve
+
+    def ready(address: str) -> None:
+        print_text(f"The lesson: {address} (Ctrl-C ends it)\n")
+        sys.stdout.flush()
+        if not no_browser:
+            import webbrowser
+
+            webbrowser.open(address)
+
+    with suppress(KeyboardInterrupt):
+        serve(page, port, ready)
 
 
 @cli.command()

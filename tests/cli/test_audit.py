@@ -1,5 +1,6 @@
 """``kvproof audit``: what it prints, its exit statuses, and what it refuses."""
 
+import html
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ from tests.hf.folders import saved_model, saved_tokenizer
 from kvproof._audit import Auditor
 from kvproof._report import Report, RowResult, ScenarioResult, Verdict
 from kvproof.faults import Fault
-from kvproof.render.json import parse
+from kvproof.render.json import parse, read
 from kvproof.scenarios import Scenario
 
 from .running import run
@@ -53,6 +54,18 @@ def test_a_faulty_model_fails_and_names_the_module_and_the_contract():
     assert "Which side: the suspect is the cached path: 'this scenario' stands alone" in outcome.out
     again = "kvproof audit random:mamba --length 12 --scenario 'chunked prefill'"
     assert outcome.out.endswith(f"To repeat the first finding alone: {again}\n")
+
+
+def test_a_report_says_what_to_type_to_repeat_the_audit(tmp_path: Path):
+    asked = ("--seed", 3, "--scenario", "fork", "--scenario", "chunked prefill", "--no-certificate")
+    outcome = run("audit", "random:gpt2", "--length", 8, *asked, "--report", tmp_path, "--quiet")
+    assert outcome.status == 0
+    report = read(tmp_path / "report.json")
+    words = "--length 8 --seed 3 --scenario fork --scenario 'chunked prefill' --no-certificate"
+    assert report.request.command == f"kvproof audit random:gpt2 {words}"
+    assert report.request.command in html.unescape((tmp_path / "report.html").read_text("utf-8"))
+    (spread,) = report.spreads
+    assert not any(slot.wrong for slot in spread.kept)
 
 
 def test_a_subject_that_looks_ahead_is_named_as_such():

@@ -19,7 +19,7 @@ from kvproof.render.json import parse
 from .conftest import Trained
 from .running import run
 
-WRITTEN = {"report.json", "greedy.jsonl", "seeded.jsonl", "checkpoint.safetensors"}
+WRITTEN = {"report.json", "report.html", "greedy.jsonl", "seeded.jsonl", "checkpoint.safetensors"}
 PREFIXES = "all 16 prefixes match over the whole vocabulary"
 SHAPES = "every cache's axes and length hold after each token"
 FAILURES = "both deliberate failures are rejected"
@@ -131,6 +131,8 @@ def test_a_report_folder_holds_the_report_both_ledgers_and_the_checkpoint(
     assert outcome.status == 0
     assert {path.name for path in folder.iterdir()} == WRITTEN
     assert (folder / "report.json").read_text("utf-8") == outcome.out
+    again = run("render", folder / "report.json", "--to", "html")
+    assert again.out == (folder / "report.html").read_text("utf-8")
     assert load_checkpoint(folder / "checkpoint.safetensors").digest == ready.subject.digest
     for pair in ready.milestone.runs[:2]:
         ledger = parse_ledger((folder / f"{pair.name}.jsonl").read_text("utf-8"), pair.name)

@@ -1,6 +1,7 @@
 """``kvproof render`` and ``--baseline``: a saved report in other forms, and against an earlier one."""
 
 import dataclasses
+import html
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvproof._errors import ReportError
 from kvproof._report import Report, Verdict
 from kvproof.render import junit, sarif
 from kvproof.render.brief import brief, brief_html
+from kvproof.render.html import render as to_html
 from kvproof.render.json import render as to_json
 from kvproof.render.report_markdown import render as to_markdown
 
@@ -124,6 +126,35 @@ def test_tokens_from_elsewhere_are_shown_and_never_act(render: Callable[[Report]
         ET.fromstring(text)
     if render is to_markdown:
         assert "\\<b\\>" in text
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        ALL,
+        of(a=Verdict.INCONCLUSIVE),
+        of(a=Verdict.NOT_CHECKED, b=Verdict.NOT_CHECKED),
+        dataclasses.replace(REPORT, scenarios=(), faults=(), certificate=None, spreads=(), milestone=None),
+        dataclasses.replace(REPORT, request=None, notes=(), spreads=()),
+    ],
+    ids=["all", "inconclusive", "not checked", "bare", "without"],
+)
+def test_every_report_has_a_page(report: Report):
+    text = to_html(report)
+    assert text == to_html(report)
+    assert f"<h1>{html.escape(report.summary)}</h1>" in text
+    for scenario in report.scenarios:
+        assert f'<th scope="row">{scenario.name}' in text
+        assert f'<span class="badge {scenario.verdict.value}">' in text
+    assert ("Could this audit have failed?" in text) is bool(report.certificate or report.faults)
+
+
+def test_the_page_of_a_finding_says_how_to_repeat_it():
+    broken = dataclasses.replace(REPORT.scenarios[0], verdict=Verdict.DIVERGED)
+    report = dataclasses.replace(REPORT, scenarios=(broken,), milestone=None, verdict=Verdict.DIVERGED)
+    text = to_html(report)
+    assert report.request.command in text
+    assert "kvproof shrink report.json" in text
 
 
 def test_markdown_puts_the_verdict_first_and_one_line_a_scenario():

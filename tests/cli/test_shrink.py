@@ -21,6 +21,7 @@ REQUEST = Request(
     seed=0,
     sequences=(tuple(range(3, 11)), tuple(range(20, 28))),
     num_programs=0,
+    command=None,
 )
 
 

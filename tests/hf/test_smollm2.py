@@ -7,6 +7,7 @@ from tests.hf.smollm2 import gguf_file
 
 from kvproof import audit
 from kvproof._prompts import sequences_for
+from kvproof.render.html import render
 from kvproof.scenarios import chunked, token_by_token
 from kvproof.subjects import Subject
 from kvproof.subjects._targets import LoadOptions, load_target
@@ -46,3 +47,4 @@ def test_its_cached_path_passes(smollm2: Subject):
     rows = {scenario.name: scenario.rows for scenario in report.scenarios}
     assert len(rows["token-by-token"]) == len(rows["chunked prefill"]) == 16
     assert "' decoder'" in rows["token-by-token"][-1].tokens
+    assert len(render(report).encode()) < 2_000_000, "a page is sent by mail"

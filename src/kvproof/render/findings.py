@@ -22,11 +22,11 @@ def finding(divergence: Divergence) -> str:
     """Say where a path went wrong first, what contract that breaks, and whether it was confirmed."""
     lines = [f"{divergence.sentence}.", f"Likely contract: {divergence.contract}."]
     if divergence.introduced:
-        lines.append(_confirmation(divergence))
+        lines.append(confirmation(divergence))
     return "\n".join(lines)
 
 
-def _confirmation(divergence: Divergence) -> str:
+def confirmation(divergence: Divergence) -> str:
     """Say whether putting the uncached values in place made the paths agree, and where that was needed."""
     places = divergence.introduced
     agree = "the logits agree" if divergence.logits_differ else "every value agrees"

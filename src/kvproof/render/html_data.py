@@ -1,0 +1,81 @@
+"""What a report's page draws: small columns of numbers, cut to what a chart can show."""
+
+import math
+from typing import Any
+
+from kvproof._report import Report, RowResult, ScenarioResult, Spread
+from kvproof._text import printable
+from kvproof.render.page import tail
+
+#: A number that is not finite is drawn above all others.
+_BEYOND = 1e300
+
+
+def data_of(report: Report) -> dict[str, Any]:
+    """Return what the page's scripts are given."""
+    milestone = report.milestone
+    return {
+        "dtype": report.subject.dtype,
+        "scenarios": [_scenario(s) for s in report.scenarios],
+        "spreads": [_spread(s) for s in report.spreads],
+        "runs": [
+            {
+                "name": pair.name,
+                "steps": [
+                    {"token": printable(s.chosen_token), "margin": _drawn(s.margin), "error": _drawn(s.error)}
+                    for s in pair.cached.steps
+                ],
+            }
+            for pair in (milestone.runs if milestone else ())
+        ],
+    }
+
+
+def _scenario(scenario: ScenarioResult) -> dict[str, Any]:
+    return {
+        "name": printable(scenario.name),
+        "verdict": scenario.verdict.value,
+        "rows": [_row(row) for row in scenario.rows],
+    }
+
+
+def _row(row: RowResult) -> dict[str, Any]:
+    numbers = ("gap", "allowed", "noise", "top_gap", "uncached_error", "cached_error", "margin")
+    return {
+        "n": len(row.ids),
+        "tokens": tail(row.tokens),
+        "verdict": row.verdict.value,
+        "reason": printable(row.reason),
+        "choice": row.margin_verdict.value,
+        **{name: _drawn(getattr(row, name)) for name in numbers},
+    }
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    return {
+        "tokens": [[t.call, t.batch_row, t.position, tail(t.token)] for t in spread.tokens],
+        "sites": [[printable(s.name), s.layer, s.allowed] for s in spread.sites],
+        "gaps": [[_drawn(gap) for gap in row] for row in spread.gaps],
+        "kept": [
+            [
+                k.first_call,
+                k.last_call,
+                k.layer,
+                k.slot,
+                k.position,
+                tail(k.token),
+                _drawn(k.gap),
+                k.wrong,
+                k.origin,
+            ]
+            for k in spread.kept
+        ],
+        "leftOut": spread.left_out,
+    }
+
+
+def _drawn(value: float | None) -> float | None:
+    """Return a number with four digits."""
+    if value is None:
+        return None
+    return float(f"{value:.4g}") if math.isfinite(value) else _BEYOND

@@ -1,0 +1,118 @@
+"""Fills in a page: one file that needs no network, in which nothing that a token holds can run.
+
+What comes from a report is escaped by the templates; data for the scripts stands in a block that is no script;
+and the page's own policy lets exactly these scripts run, by their digests, and nothing be loaded.
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
+from markupsafe import Markup
+
+from kvproof._text import printable
+
+#: The charts' library, as it was published; versions and licences stand beside it.
+CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
+#: A token's or a prefix's text is cut to its last so many characters.
+_TAIL = 40
+_MINUS, _TIMES = "\u2212", "\u00d7"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def page(
+    template: str,
+    *,
+    title: str,
+    version: str,
+    data: Any,
+    scripts: Sequence[str],
+    styles: Sequence[str],
+    **values: Any,
+) -> str:
+    """Return a page: ``data`` is for its scripts, ``values`` for its template.
+
+    ``scripts`` and ``styles`` are names of assets, put into the page in this order.
+    """
+    texts = [asset(name) for name in scripts]
+    allowed = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            version=version,
+            policy=policy,
+            style=Markup("".join(map(asset, styles))),
+            scripts=[Markup(text) for text in texts],
+            data=island(data),
+            **values,
+        )
+    )
+
+
+def island(data: Any) -> Markup:
+    """Return data as JSON that can stand inside a page: nothing in it ends the block or begins another."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+@cache
+def asset(name: str) -> str:
+    """Return the text of a file that ships beside the renderers."""
+    return files("kvproof.render").joinpath("assets", name).read_text("utf-8")
+
+
+def number(value: float | None) -> str:
+    """Return a number as a person reads it: with a power of ten where it is small or large."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else f"{_MINUS}∞"
+    if value == 0 or (0.01 <= abs(value) < 10_000):
+        return f"{value:.4g}".replace("-", _MINUS)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.replace('-', _MINUS)} {_TIMES} 10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+
+
+def tail(text: str) -> str:
+    """Return the end of a text that came from elsewhere, safe to show."""
+    text = printable(text)
+    return text if len(text) <= _TAIL else f"…{text[-_TAIL:]}"
+
+
+class _Assets(BaseLoader):
+    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Any]:
+        try:
+            return asset(template), template, lambda: True
+        except FileNotFoundError as error:
+            raise TemplateNotFound(template) from error
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=_Assets(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["shown"] = printable
+    environment.filters["tail"] = tail
+    environment.filters["num"] = number
+    environment.filters["six"] = lambda value: f"{value:.6g}".replace("-", _MINUS)
+    environment.filters["capitalised"] = lambda text: text[:1].upper() + text[1:]
+    return environment
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
