@@ -14,7 +14,9 @@ from kvproof._ledger import End, Header, Step
 from kvproof._report import Report
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvproof" / "schemas"
-TYPES: dict[str, Any] = {"report-1.json": Report, "ledger-line-1.json": Header | Step | End}
+TYPES: dict[str, Any] = {"report-1.json": Report, "ledger-line-2.json": Header | Step | End}
+#: Of versions that are still read, and no longer written.
+FROZEN = {"ledger-line-1.json"}
 
 
 class Strict(GenerateJsonSchema):

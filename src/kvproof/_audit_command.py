@@ -107,7 +107,7 @@ def audit(
     loading = {name: others[name] for name in _LOADING}
     if target is None and loading["config"] is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
-    text = _prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     from kvproof.render.json import read
 
     before = None if baseline is None else read(baseline)
@@ -222,7 +222,7 @@ def _again(context: click.Context, report: "Report") -> str:
     return text
 
 
-def _prompt(text: str | None, file: Path | None) -> str | None:
+def read_prompt(text: str | None, file: Path | None) -> str | None:
     """Return the prompt, exactly as it was typed or as it stands in the file."""
     if file is None:
         return text
