@@ -33,7 +33,7 @@ bench-memory: .venv/dev.stamp  ## what an audit of a long sequence takes in memo
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/memory.py
 
 bench-generate: .venv/bench.stamp  ## how fast generation is, and what the cache is worth; takes minutes
-	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/generate.py --plot docs/cached-against-uncached.svg
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generate.py --plot docs/cached-against-uncached.svg
 
 bench-field: .venv/dev.stamp  ## greedy generation against transformers' own, for every type
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/field.py

@@ -113,5 +113,5 @@ def test_a_partial_run_is_returned_only_where_it_is_asked_for(trained: Reference
 
 
 def test_a_batch_holds_at_least_one(trained: ReferenceSubject):
-    with pytest.raises(UsageError, match="^batch must be at least 1, not 0$"):
+    with pytest.raises(UsageError, match=r"^batch must be at least 1, not 0$"):
         serve([], batch=0)
