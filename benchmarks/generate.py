@@ -66,18 +66,23 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def timeline(subject: TransformersSubject, ids: tuple[int, ...], num_tokens: int, path: str) -> list[float]:
-    """Return the seconds of CPU after each returned token of one run."""
+def timeline(
+    subject: TransformersSubject,
+    ids: tuple[int, ...],
+    num_tokens: int,
+    path: str,
+    on_token: Callable[[list[float]], None] = lambda after: None,
+) -> list[float]:
+    """Return the seconds of CPU after each returned token of one run; Ctrl-C ends it with those that are there."""
     start, after = time.process_time(), list[float]()
+
+    def step(request: object) -> None:
+        after.append(time.process_time() - start)
+        on_token(after)
+
     stops = kvproof.Stops(max_tokens=num_tokens)
-    kvproof.generate(
-        subject,
-        ids,
-        stops=stops,
-        path=path,
-        margins=False,
-        on_step=lambda request: after.append(time.process_time() - start),
-    )
+    options = {"path": path, "margins": False, "keep_partial": True, "on_step": step}
+    kvproof.generate(subject, ids, stops=stops, **options)
     return after
 
 
@@ -118,15 +123,26 @@ def main() -> int:
     print(f"SmolLM2-135M, {machine}, prompt of {len(ids)} tokens; seconds of CPU", flush=True)
     beyond = ratios(subject, ids, num_tokens, options.rounds) if options.rounds else 0
     if options.lengths:
-        longest = max(options.lengths)
-        cached, uncached = (timeline(subject, ids, longest, path) for path in ("cached", "uncached"))
-        print("\n| returned tokens | cached, s | uncached, s | cached is faster by |\n|---|---|---|---|")
-        rows = [(length, cached[length - 1], uncached[length - 1]) for length in options.lengths]
-        for length, cached_s, uncached_s in rows:
-            print(f"| {length} | {cached_s:.1f} | {uncached_s:.1f} | {uncached_s / cached_s:.1f} × |")
-        if options.plot is not None:
-            plotted(rows, options.plot, f"SmolLM2-135M, {machine}")
+        compare_paths(subject, ids, options.lengths, options.plot, f"SmolLM2-135M, {machine}")
     return int(bool(beyond))
+
+
+def compare_paths(
+    subject: TransformersSubject, ids: tuple[int, ...], lengths: list[int], plot: Path | None, title: str
+) -> None:
+    """Print, and draw, what one run of each path took up to each length."""
+    cached = timeline(subject, ids, max(lengths), "cached")
+    rows = []
+    print("\n| returned tokens | cached, s | uncached, s | cached is faster by |\n|---|---|---|---|", flush=True)
+
+    def show(after: list[float]) -> None:
+        if len(after) in lengths:
+            rows.append((len(after), cached[len(after) - 1], after[-1]))
+            print("| {} | {:.1f} | {:.1f} | {:.1f} × |".format(*rows[-1], after[-1] / rows[-1][1]), flush=True)
+
+    timeline(subject, ids, max(lengths), "uncached", show)
+    if plot is not None and rows:
+        plotted(rows, plot, title)
 
 
 def ratios(subject: TransformersSubject, ids: tuple[int, ...], num_tokens: int, rounds: int) -> int:

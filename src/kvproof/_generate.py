@@ -33,6 +33,7 @@ from kvproof._stages import LIKELY_CONTRACT, Stage
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.subjects import Subject, as_subject
 from kvproof.subjects._base import check_ids
+from kvproof.subjects._given import NO_END
 
 PathName = Literal["cached", "uncached"]
 #: How many of the kept tokens a step records at most, besides the chosen one.
@@ -310,6 +311,9 @@ def check_request(subject: Subject, prompt: Sequence[int], policy: Policy, stops
             f"the prompt has {len(prompt)} tokens, more than the context of {info.context_len} that "
             f"{info.name} accepts"
         )
+    ends = (stops.max_tokens, *stops.eos_ids, *stops.stop_ids, *stops.stop_texts)
+    if info.context_len >= NO_END and all(end is None for end in ends):
+        raise UsageError(f"{info.name} has no last position, so nothing ends the request: give max_tokens")
     if isinstance(policy, Sample) and policy.top_k is not None and policy.top_k > info.vocab_size:
         raise UsageError(f"top_k {policy.top_k} is larger than the vocabulary of {info.vocab_size} tokens")
     for name, ids in (("eos_id", stops.eos_ids), ("stop token", stops.stop_ids)):

@@ -1,5 +1,6 @@
 """Several requests at once: each owns its state, whenever it joins and however the steps fall."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from kvproof._generate import Request, generate, serve
 from kvproof._ledger import StopReason
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference.corpus import BOS_ID
-from kvproof.subjects import ReferenceSubject, Subject
+from kvproof.subjects import CallableSubject, ReferenceSubject, Subject
 from kvproof.subjects._targets import LoadOptions, load_target
 
 POLICIES: list[Policy] = [
@@ -39,7 +40,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans(
 
 
 @given(arrivals=ARRIVALS)
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_a_request_returns_the_same_bits_whatever_others_do_between_its_steps(
     arrivals: list[tuple[int, int, bool]], decoder: Subject
 ):
@@ -61,7 +62,7 @@ def test_a_request_returns_the_same_bits_whatever_others_do_between_its_steps(
 
 
 @given(num_requests=st.integers(0, 7), batch=st.integers(1, 9))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_requests_join_as_others_leave_and_all_end(num_requests: int, batch: int, trained: ReferenceSubject):
     made: list[Request] = []
     largest, ended = 0, []
@@ -115,3 +116,12 @@ def test_a_partial_run_is_returned_only_where_it_is_asked_for(trained: Reference
 def test_a_batch_holds_at_least_one(trained: ReferenceSubject):
     with pytest.raises(UsageError, match=r"^batch must be at least 1, not 0$"):
         serve([], batch=0)
+
+
+def test_a_request_that_nothing_can_end_is_refused():
+    subject = CallableSubject(
+        lambda ids: np.zeros((len(ids), 3), np.float32), lambda ids, cache: (np.zeros((len(ids), 3)), 0)
+    )
+    with pytest.raises(UsageError, match=r"has no last position, so nothing ends the request: give max_tokens$"):
+        generate(subject, [0], stops=Stops())
+    assert len(generate(subject, [0], stops=Stops(max_tokens=2), margins=False).returned) == 2
