@@ -73,7 +73,7 @@ def timeline(
     path: str,
     on_token: Callable[[list[float]], None] = lambda after: None,
 ) -> list[float]:
-    """Return the seconds of CPU after each returned token of one run; Ctrl-C ends it with those that are there."""
+    """Return the seconds of CPU after each returned token of one run; Ctrl-C ends it with what is there."""
     start, after = time.process_time(), list[float]()
 
     def step(request: object) -> None:

@@ -158,6 +158,8 @@ class Request:
     ) -> None:
         """Start a request; raise `UsageError` where the prompt, the policy or a stop rule does not fit."""
         check_request(subject, prompt, policy, stops)
+        if full_logits and file is not None and rows_file(file) == file:
+            raise UsageError(f"the rows of {file} would stand in that very file: name the ledger otherwise")
         self.subject = subject
         self.policy = policy
         self.stops = stops

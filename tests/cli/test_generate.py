@@ -573,6 +573,7 @@ def test_texts_that_a_bug_parts_are_a_divergence(decoder: Path, tmp_path: Path):
         (["--ids", "1", "--stop", "x"], ["has no tokenizer: a stop text is looked for in text"]),
         (["--ids", "1", "--batch", "0"], ["batch must be at least 1, not 0"]),
         (["--ids", "1", "--full-logits"], ["--full-logits", "--ledger"]),
+        (["--ids", "1", "--full-logits", "--ledger", "l.safetensors"], ["l.safetensors", "name the ledger"]),
         (["--ids", "1", "--compare", "--no-margins"], ["--compare takes one prompt"]),
         (["--prompt-file", "nowhere.txt"], ["no such prompt file: nowhere.txt"]),
         (["--prompts", "nowhere.txt"], ["no such prompt file: nowhere.txt"]),
