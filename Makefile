@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n )apt-get
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory schemas docs chromium clean
+.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory bench-generate bench-field schemas docs chromium clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
@@ -36,6 +36,12 @@ bench-certificate: .venv/dev.stamp  ## what a certificate costs beside its audit
 bench-memory: .venv/dev.stamp  ## what an audit of a long sequence takes in memory
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/memory.py
 
+bench-generate: .venv/bench.stamp  ## how fast generation is, and what the cache is worth; takes minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generate.py --plot docs/cached-against-uncached.svg
+
+bench-field: .venv/dev.stamp  ## greedy generation against transformers' own, for every type
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/field.py
+
 schemas: .venv/dev.stamp  ## write the published JSON schemas again
 	$(BIN)/python tools/write_schemas.py
 
@@ -54,6 +60,10 @@ clean:
 
 .venv/core.stamp: $(SOURCES) | .venv/bin/python
 	$(INSTALL) --editable .
+	@touch $@
+
+.venv/bench.stamp: .venv/dev.stamp
+	$(INSTALL) --editable '.[bench]'
 	@touch $@
 
 .venv/dev.stamp: $(SOURCES) | .venv/bin/python

@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 from kvproof._environment import Environment
-from kvproof._ledger import End, Entry, Header, MarginVerdict, Run, Step, StopReason
+from kvproof._ledger import End, Entry, Header, MarginVerdict, Run, Source, Step, StopReason
 from kvproof._report import (
     CacheMemory,
     CacheTraceRow,
@@ -108,6 +108,8 @@ def step(*, chosen: int, draw: int | None, margin_verdict: MarginVerdict) -> Ste
         logits_digest="ab" * 32,
         top_logits=(Entry(id=2, token="A", value=4.0), Entry(id=0, token="[red]<script>", value=-math.inf)),
         probabilities=(Entry(id=0, token="[red]<script>", value=0.25), Entry(id=2, token="A", value=0.75)),
+        num_kept=2,
+        probabilities_digest="ef" * 32,
         draw=draw,
         chosen=chosen,
         chosen_token=VOCABULARY[chosen],
@@ -121,17 +123,26 @@ def step(*, chosen: int, draw: int | None, margin_verdict: MarginVerdict) -> Ste
 
 def run(policy: Policy, only_step: Step, end: End | None) -> Run:
     header = Header(
-        ledger_version=1,
+        ledger_version=2,
         subject="tiny decoder",
         subject_digest="cd" * 32,
         subject_seed=7,
+        source=Source(
+            target="random:llama", config=None, attention="eager", device="cpu", trust_remote_code=False
+        ),
+        tokenizer_digest=None,
+        transformers="5.0.0",
         dtype="float32",
         path="cached",
+        margins=True,
+        full_logits=False,
         environment=ENVIRONMENT,
         policy=policy,
         stops=Stops(eos_id=1, max_tokens=3),
         prompt=(0,),
         prompt_tokens="[red]<script>",
+        prompt_text=None,
+        chat=False,
     )
     return Run(header=header, steps=(only_step,), end=end)
 
@@ -139,12 +150,12 @@ def run(policy: Policy, only_step: Step, end: End | None) -> Run:
 GREEDY_RUN = run(
     Greedy(),
     step(chosen=1, draw=None, margin_verdict=MarginVerdict.SAFE),
-    End(stop_reason=StopReason.EOS, problem=None, tokens="[red]<script> <eos>"),
+    End(stop_reason=StopReason.EOS, problem=None, tokens="[red]<script> <eos>", text=""),
 )
 SEEDED_RUN = run(
     Sample(temperature=0.5, top_k=2, seed=41),
     step(chosen=2, draw=1, margin_verdict=MarginVerdict.TIE),
-    End(stop_reason=None, problem="position 2 is past the context", tokens="[red]<script> A"),
+    End(stop_reason=None, problem="position 2 is past the context", tokens="[red]<script> A", text="A"),
 )
 
 

@@ -17,9 +17,11 @@ from kvproof._table import Sweep
 FOLDER = Path(__file__).parents[1] / "src" / "kvproof" / "schemas"
 TYPES: dict[str, Any] = {
     "report-1.json": Report,
-    "ledger-line-1.json": Header | Step | End,
+    "ledger-line-2.json": Header | Step | End,
     "sweep-1.json": Sweep,
 }
+#: Of versions that are still read, and no longer written.
+FROZEN = {"ledger-line-1.json"}
 
 
 class Strict(GenerateJsonSchema):

@@ -111,7 +111,7 @@ def audit(
     loading = {name: others[name] for name in _LOADING}
     if target is None and loading["config"] is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
-    text = _prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     from kvproof.render.json import read
 
     before = None if baseline is None else read(baseline)
@@ -227,7 +227,7 @@ def _typed(context: click.Context, left_out: frozenset[str]) -> list[str]:
     return words
 
 
-def _prompt(text: str | None, file: Path | None) -> str | None:
+def read_prompt(text: str | None, file: Path | None) -> str | None:
     """Return the prompt, exactly as it was typed or as it stands in the file."""
     if file is None:
         return text

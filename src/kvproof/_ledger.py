@@ -15,16 +15,19 @@ from kvproof._environment import Environment
 from kvproof._errors import LedgerError
 from kvproof.policies import Policy, Stops
 
-#: Rises when a member changes its meaning or goes away.
-LEDGER_VERSION = 1
+#: Rises when a member comes, changes its meaning or goes away. Records of version 1 are read as well.
+LEDGER_VERSION = 2
 
 
 class StopReason(StrEnum):
     """Why a request ended."""
 
     EOS = "eos"  #: the declared end token was returned
+    STOP_TOKEN = "stop_token"  #: another declared token was returned
+    STOP_TEXT = "stop_text"  #: the text of the returned tokens holds a declared text
     CONTEXT = "context"  #: the last position is consumed; what it returned cannot be fed back
     MAX_TOKENS = "max_tokens"  #: as many tokens as asked for were returned
+    INTERRUPTED = "interrupted"  #: Ctrl-C: no rule ended it, and any step may be its last
 
 
 class MarginVerdict(StrEnum):
@@ -46,6 +49,17 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the model was loaded from, so that it can be had again."""
+
+    target: str | None
+    config: str | None  #: instead of a target: the file of a random model's configuration
+    attention: Literal["eager", "sdpa"]  #: others can name code that the library fetches
+    device: str
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What a generation started from."""
 
@@ -53,14 +67,21 @@ class Header:
     ledger_version: int
     subject: str
     subject_digest: str
-    subject_seed: int | None  #: the training seed that recreates the subject, where there is one
+    subject_seed: int | None  #: the seed that recreates the subject, where there is one
+    source: Source | None  #: None for a subject that was not loaded by kvproof
+    tokenizer_digest: str | None  #: None without a tokenizer
+    transformers: str | None  #: the library's version, where it ran
     dtype: str
-    path: Literal["cached", "uncached"]
+    path: Literal["cached", "uncached"]  #: whose rows tokens were chosen from
+    margins: bool  #: whether every row was computed both ways, so that its error is known
+    full_logits: bool  #: whether all rows stand in a file beside this one
     environment: Environment
     policy: Policy
     stops: Stops
     prompt: tuple[int, ...]
     prompt_tokens: str
+    prompt_text: str | None  #: what was encoded, where it was a text
+    chat: bool  #: whether the text went through the tokenizer's chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +96,17 @@ class Step:
     cache_len: int  #: tokens whose keys and values the cache holds after the call
     logits_digest: str  #: SHA-256 of the row's bytes
     top_logits: tuple[Entry, ...]  #: the largest logits of the original row, largest first
-    probabilities: tuple[Entry, ...]  #: what the policy kept, in its own order, transformed
-    draw: int | None  #: index into ``probabilities``, for a policy that draws
+    probabilities: tuple[Entry, ...]  #: the most likely that the policy kept, and the chosen; in its own order
+    num_kept: int  #: how many it kept
+    probabilities_digest: str | None  #: SHA-256 of all kept ids and probabilities; None in version 1
+    draw: int | None  #: index into what was kept, for a policy that draws
     chosen: int
     chosen_token: str
     generator_before: str | None  #: base64; None for a policy that draws nothing
     generator_after: str | None
     margin: float  #: largest minus second largest logit
-    error: float  #: gap between the cached and the uncached row at this step
-    margin_verdict: MarginVerdict
+    error: float | None  #: gap between the cached and the uncached row; None where one alone was computed
+    margin_verdict: MarginVerdict | None  #: None likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +117,7 @@ class End:
     stop_reason: StopReason | None
     problem: str | None  #: the refusal that ended a request which no stop rule did
     tokens: str  #: the whole trace, the prompt included
+    text: str | None  #: of the returned tokens, up to the end token or stop text; None without a tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +145,12 @@ class LedgerFile:
 def ledger_lines(run: Run) -> Iterator[str]:
     """Yield the run's JSON lines, without line ends."""
     for line in (run.header, *run.steps, *((run.end,) if run.end else ())):
-        yield json.dumps(to_plain(line), ensure_ascii=False, allow_nan=False)
+        yield ledger_line(line)
+
+
+def ledger_line(line: Header | Step | End) -> str:
+    """Return one JSON line, without a line end."""
+    return json.dumps(to_plain(line), ensure_ascii=False, allow_nan=False)
 
 
 def parse_ledger(text: str, name: str) -> LedgerFile:
@@ -133,13 +162,13 @@ def parse_ledger(text: str, name: str) -> LedgerFile:
     complete, tail = lines[:-1], lines[-1]
     if not complete:
         raise LedgerError(f"{name} holds no complete line: not a ledger, or cut off in its first line")
-    header = _read_header(complete[0], name)
+    header, version = _read_header(complete[0], name)
     steps: list[Step] = []
     end: End | None = None
     for number, line in enumerate(complete[1:], start=2):
         if end is not None:
             raise LedgerError(f"{name} line {number}: there is a line after the end")
-        record = _read_line(line, number, name)
+        record = _read_line(line, number, name, version)
         if isinstance(record, Step):
             steps.append(record)
         else:
@@ -152,28 +181,65 @@ def parse_ledger(text: str, name: str) -> LedgerFile:
     return LedgerFile(run=Run(header=header, steps=tuple(steps), end=end), damage=damage)
 
 
-def _read_header(line: str, name: str) -> Header:
+def _read_header(line: str, name: str) -> tuple[Header, int]:
+    """Return the header, and the version of the lines after it."""
     plain = _read_json(line, 1, name)
     if not isinstance(plain, dict) or plain.get("kind") != "header":
         raise LedgerError(f"{name} line 1 is not a kvproof ledger's header")
     version = plain.get("ledger_version")
-    if version != LEDGER_VERSION:
-        raise LedgerError(f"{name} has ledger version {version!r}; this kvproof reads {LEDGER_VERSION}")
+    if version not in (1, LEDGER_VERSION) or not isinstance(version, int):
+        raise LedgerError(f"{name} has ledger version {version!r}; this kvproof reads 1 to {LEDGER_VERSION}")
     try:
-        return from_plain(Header, plain)
+        return from_plain(Header, _brought_up(plain, version)), version
     except CodecError as error:
         raise LedgerError(f"{name} line 1: {error}") from error
 
 
-def _read_line(line: str, number: int, name: str) -> Step | End:
+def _read_line(line: str, number: int, name: str, version: int) -> Step | End:
     plain = _read_json(line, number, name)
     kind = plain.get("kind") if isinstance(plain, dict) else None
-    if kind not in ("step", "end"):
+    if not isinstance(plain, dict) or kind not in ("step", "end"):
         raise LedgerError(f"{name} line {number} is neither a step nor an end: its kind is {kind!r}")
+    plain = _brought_up(plain, version)
     try:
         return from_plain(Step, plain) if kind == "step" else from_plain(End, plain)
     except CodecError as error:
         raise LedgerError(f"{name} line {number}: {error}") from error
+
+
+#: What members that version 1 lacks were when it was written.
+_SINCE_1: dict[str, dict[str, object]] = {
+    "header": {
+        "source": None,
+        "tokenizer_digest": None,
+        "transformers": None,
+        "margins": True,
+        "full_logits": False,
+        "prompt_text": None,
+        "chat": False,
+    },
+    "policy greedy": {"repetition_penalty": None},
+    "policy sample": {"top_p": None, "min_p": None, "typical_p": None, "repetition_penalty": None},
+    "stops": {"stop_ids": [], "stop_texts": []},
+    "step": {"probabilities_digest": None},
+    "end": {"text": None},
+}
+
+
+def _brought_up(plain: dict[str, object], version: int) -> dict[str, object]:
+    """Return a line of version 1 as the present version writes it; what does not fit is left for the reader."""
+    if version == LEDGER_VERSION:
+        return plain
+    kind = str(plain["kind"])
+    plain = {**_SINCE_1[kind], **plain}
+    policy, stops, kept = plain.get("policy"), plain.get("stops"), plain.get("probabilities")
+    if isinstance(policy, dict):
+        plain["policy"] = {**_SINCE_1.get(f"policy {policy.get('kind')}", {}), **policy}
+    if isinstance(stops, dict):
+        plain["stops"] = {**_SINCE_1["stops"], **stops}
+    if kind == "step" and isinstance(kept, list):
+        plain["num_kept"] = len(kept)
+    return plain
 
 
 def _read_json(line: str, number: int, name: str) -> object:

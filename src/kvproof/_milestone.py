@@ -3,9 +3,9 @@
 Five things must hold, and each can be switched off to see that the gate notices.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,6 +14,7 @@ from kvproof._digest import weights_digest
 from kvproof._errors import UsageError
 from kvproof._generate import first_difference, generate
 from kvproof._ledger import Run
+from kvproof._machine import threads
 from kvproof._refusals import try_refusals
 from kvproof._replay import replay
 from kvproof._report import (
@@ -195,15 +196,9 @@ def cache_memory(subject: ReferenceSubject) -> CacheMemory:
     )
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """Run with one torch thread, and put the old number back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return threads(1)
 
 
 def _run_pairs(
@@ -253,7 +248,7 @@ def _tie(runs: tuple[RunPair, ...]) -> str:
     return (
         f"After A the corpus has B and C equally often, so which one greedy takes hangs on the last digits of "
         f"training. Here {first.token} stands {step.margin:.1e} above {second.token}, where the two paths "
-        f"differ by {step.error:.1e}: the choice is {step.margin_verdict.value}."
+        f"differ by {step.error:.1e}: the choice is {step.margin_verdict}."
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kvproof._choosing import choose, generator_at
 from kvproof._compare import gap_between
 from kvproof._errors import UsageError
-from kvproof._generate import choose, first_difference, generate, generator_at
+from kvproof._generate import first_difference, generate
 from kvproof._ledger import Run
 from kvproof._lesson import Kept, Lesson, LessonStep, LessonValue, Numbers, Walk
 from kvproof._localise import localise, traced_calls
@@ -136,7 +137,8 @@ def _step(run: Run, number: int, trace: Trace, uncached: UncachedRun) -> LessonS
     cached, expected = trace[Site(Stage.LOGITS)][0, -1], uncached.logits[-1]
     recorded = run.steps[number]
     state = recorded.generator_before
-    kept, draw = choose(run.header.policy, cached, None if state is None else generator_at(state))
+    choice = choose(run.header.policy, cached, None if state is None else generator_at(state))
+    kept, probabilities = choice.ids.tolist(), choice.probabilities.tolist()
     last = number == len(run.steps) - 1
     reason = run.end.stop_reason if last and run.end is not None else None
     return LessonStep(
@@ -145,9 +147,9 @@ def _step(run: Run, number: int, trace: Trace, uncached: UncachedRun) -> LessonS
         values=tuple(_values(trace, uncached)),
         gap=gap_between(expected, cached).size,
         same_choice=int(cached.argmax()) == int(expected.argmax()),
-        kept=tuple(Kept(token=VOCABULARY[i], p=p) for i, p in kept),
-        draw=draw,
-        chosen=VOCABULARY[kept[draw or 0][0]],
+        kept=tuple(Kept(token=VOCABULARY[i], p=p) for i, p in zip(kept, probabilities, strict=True)),
+        draw=choice.draw,
+        chosen=VOCABULARY[choice.chosen],
         stop=None if reason is None else reason.value,
     )
 

@@ -12,6 +12,7 @@ import click
 
 from kvproof._audit_command import ATTENTIONS, DTYPES, EXIT_INTERRUPTED, audit
 from kvproof._errors import KvproofError, OutputError, UsageError
+from kvproof._generate_command import generate, recorded_subject
 from kvproof._outputs import (
     EXIT_OUTPUT,
     complain,
@@ -58,6 +59,7 @@ def cli() -> None:
 
 
 cli.add_command(audit)
+cli.add_command(generate)
 
 
 @cli.command()
@@ -164,52 +166,73 @@ def sweep(targets: tuple[str, ...], folder: Path, quiet: bool, **options: Any) -
 
 @cli.command()
 @click.argument("ledger", type=_FILE)
+@click.option("--from", "from_step", type=int, default=0, metavar="STEP", help="Go on from this recorded step.")
+@click.option("--target", help="The recorded model, where it is elsewhere now or a function makes it.")
 @click.option(
     "--checkpoint",
     type=_FILE,
-    help="The recorded model's weights. Default: train them from the recorded seed.",
+    help="The reference system's recorded weights. Default: train them from the recorded seed.",
 )
+@click.option("--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--quiet", is_flag=True, help="Print failures alone, and no progress.")
-def replay(ledger: Path, checkpoint: Path | None, quiet: bool) -> None:
+def replay(
+    ledger: Path,
+    from_step: int,
+    target: str | None,
+    checkpoint: Path | None,
+    network: bool,
+    trust_remote_code: bool,
+    quiet: bool,
+) -> None:
     """Re-derive each line of a generation LEDGER through both paths, and name the first that fails.
 
-    Exits with 1 if a line does not follow from the lines before it and the model, or if the record is
-    cut off.
+    The model is loaded from where the record says. Exits with 1 if a line does not follow from the lines before
+    it and the model, or if the record is cut off.
     """
-    from kvproof._errors import LedgerError
-    from kvproof._ledger import parse_ledger
-    from kvproof._text import printable
+    from kvproof._generate_command import made_elsewhere, read_ledger, read_rows, replayed_text
 
-    try:
-        record = parse_ledger(ledger.read_text("utf-8"), str(ledger))
-    except FileNotFoundError as error:
-        raise LedgerError(f"no such ledger: {ledger}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise LedgerError(f"cannot read {ledger}: {error}") from error
+    record = read_ledger(ledger)
+    header = record.run.header
     with shown_progress(quiet) as progress:
-        weights = _load(checkpoint) if checkpoint else _recreate(progress, record.run.header, ledger)
+        from kvproof._errors import LedgerError
+        from kvproof._machine import threads
         from kvproof._milestone import TOLERANCE, one_thread
         from kvproof._replay import replay as run
-        from kvproof.subjects import ReferenceSubject
+        from kvproof._text import printable
+        from kvproof.subjects import ReferenceSubject, Subject
 
-        with one_thread():
+        subject: Subject
+        # What kvproof did not load is the reference system, or what someone gave to the Python interface.
+        reference = header.source is None and target is None
+        if reference and checkpoint is None and header.subject != ReferenceSubject.NAME:
+            name = printable(header.subject)
+            raise LedgerError(f"{ledger} does not say where its model {name!r} was loaded from: give --target")
+        if reference:
+            subject = ReferenceSubject(_load(checkpoint) if checkpoint else _recreate(progress, header, ledger))
+        else:
+            progress.stage("loading the model")
+            subject = recorded_subject(header, target, network=network, trust_remote_code=trust_remote_code)
+        num_threads = min(header.environment.num_threads, os.cpu_count() or 1)
+        with one_thread() if reference else threads(max(1, num_threads)):
             try:
-                result = run(record.run, ReferenceSubject(weights), TOLERANCE)
+                result = run(
+                    record.run,
+                    subject,
+                    TOLERANCE if reference else None,
+                    from_step=from_step,
+                    rows=read_rows(ledger, header),
+                )
             except UsageError as error:
                 raise LedgerError(f"{ledger}: {error}") from error
     if result.problem is not None:
-        complain(f"{ledger}: {result.problem}")
+        complain(f"{ledger}: {result.problem}{made_elsewhere(result)}")
     if record.damage is not None:
         complain(f"{ledger}: {record.damage}; the lines before it were replayed")
     if result.problem is not None or record.damage is not None:
         sys.exit(1)
     if not quiet:
-        bits = "to the last bit" if result.bit_identical else "within the tolerance"
-        end = record.run.end
-        print_text(
-            f"{ledger}: all {result.num_lines} lines replay through both paths, logits {bits}.\n"
-            f"{printable(end.tokens) if end else ''}\n"
-        )
+        print_text(replayed_text(ledger, record.run, result))
 
 
 @cli.command()

@@ -97,7 +97,7 @@ def test_every_module_imports_alone_and_says_what_it_is():
 
 def test_type_information_and_schemas_ship():
     assert (SOURCE / "py.typed").exists()
-    schemas = {"report-1.json", "ledger-line-1.json", "sweep-1.json"}
+    schemas = {"report-1.json", "ledger-line-1.json", "ledger-line-2.json", "sweep-1.json"}
     assert {path.name for path in (SOURCE / "schemas").iterdir()} == schemas
 
 

@@ -41,6 +41,8 @@ def test_importing_kvproof_loads_nothing_heavy():
         (["--version"], 0),
         (["milestone", "--help"], 0),
         (["replay", "--help"], 0),
+        (["generate", "--help"], 0),
+        (["generate", "random:llama", "--ids", "1", "--seed", "1"], 2),
         (["milestone", "--without", "everything"], 2),
         (["replay", "no-such-ledger.jsonl"], 2),
         (["shrink", "--help"], 0),

@@ -10,9 +10,11 @@ from torch import Tensor
 from kvproof import Greedy, ReferenceSubject, Report, Stops, Verdict, audit, generate, milestone
 from kvproof import _generate as generate_module
 from kvproof import _milestone as milestone_module
+from kvproof._choosing import Choice
 from kvproof._errors import ContextError
 from kvproof._ledger import StopReason
 from kvproof.faults import Fault, mask_off_by_one, position_off_by_one
+from kvproof.policies import Policy
 from kvproof.reference import Checkpoint
 from kvproof.reference.cache import Append, DecoderCache
 from kvproof.reference.corpus import BOS_ID, PATTERNS, SEQUENCES, VOCABULARY
@@ -145,8 +147,12 @@ def test_a_policy_that_chooses_otherwise_than_its_replay_fails(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
     """The record is made by one tie rule and replayed by another."""
-    ranked = generate_module.ranked
-    monkeypatch.setattr(generate_module, "ranked", lambda row: [i for i in ranked(row) if i != 3])
+    choose = generate_module.choose
+
+    def otherwise(policy: Policy, row: Tensor, *others: object) -> Choice:
+        return choose(policy, row.index_fill(0, torch.tensor([3]), -1e9), *others)
+
+    monkeypatch.setattr(generate_module, "choose", otherwise)
     report = milestone(checkpoint)
     assert failing(report) == [POLICIES]
     assert "the cached record does not replay: line 2" in report.milestone.gate[POLICIES].detail

@@ -1,11 +1,15 @@
 """A real pretrained model, from a GGUF file: its text, its vocabulary, and an audit in bfloat16."""
 
 from ast import literal_eval
+from pathlib import Path
 
 import pytest
+import torch
+from benchmarks.field import library_tokens
 from tests.hf.smollm2 import gguf_file
 
-from kvproof import audit
+from kvproof import Stops, audit, generate, replay
+from kvproof._ledger import MarginVerdict
 from kvproof._prompts import sequences_for
 from kvproof.render.html import render
 from kvproof.scenarios import chunked, token_by_token
@@ -48,3 +52,19 @@ def test_its_cached_path_passes(smollm2: Subject):
     assert len(rows["token-by-token"]) == len(rows["chunked prefill"]) == 16
     assert "' decoder'" in rows["token-by-token"][-1].tokens
     assert len(render(report).encode()) < 2_000_000, "a page is sent by mail"
+
+
+def test_it_generates_what_transformers_own_generate_does_and_replays(smollm2: Subject, tmp_path: Path):
+    subject = smollm2.cast(torch.float32)
+    question = "What is the capital of France?"
+    stops = Stops(eos_id=subject.eos_ids, stop_texts=("Paris",), max_tokens=12)
+    run = generate(subject, question, stops=stops, chat=True, ledger=tmp_path / "ledger.jsonl")
+    assert run.end.stop_reason == "stop_text"
+    assert run.end.text == "The capital of France is "
+    assert subject.text(run.header.prompt).endswith(f"user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+    assert run.steps[-1].chosen_token == "' Paris'"
+    assert {step.margin_verdict for step in run.steps} == {MarginVerdict.SAFE}
+    assert list(run.returned) == library_tokens(subject, list(run.header.prompt), len(run.returned))
+    result = replay(run, subject, from_step=len(run.steps) - 1)
+    assert result.problem is None
+    assert result.bit_identical

@@ -203,7 +203,7 @@ def test_a_union_of_objects_names_what_each_of_them_misses():
     with pytest.raises(CodecError) as caught:
         from_plain(Header, edited(HEADER_PLAIN, ("policy", "kind"), "beam"))
     assert str(caught.value) == (
-        "$.policy has unknown member 'seed'; or $.policy.kind must be one of ('sample',), not 'beam'"
+        "$.policy has unknown member 'min_p'; or $.policy.kind must be one of ('sample',), not 'beam'"
     )
 
 

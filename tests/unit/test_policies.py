@@ -12,23 +12,24 @@ from hypothesis import strategies as st
 from tests.small_report import GREEDY_RUN
 
 from kvproof import generate
+from kvproof._choosing import NUM_TOP, generator_at, new_generator, ranked, state_of
+from kvproof._choosing import choose as chosen_of
 from kvproof._compare import judge_margin
 from kvproof._errors import SubjectError, UsageError
-from kvproof._generate import (
-    NUM_TOP,
-    choose,
-    generator_at,
-    new_generator,
-    ranked,
-    state_of,
-    stop_reason,
-)
+from kvproof._generate import stop_reason
 from kvproof._ledger import MarginVerdict, Step, StopReason
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference.corpus import EOS_ID
 from kvproof.subjects import ReferenceSubject
 
 NOTHING_TO_CHOOSE = r"^the logits hold NaN, infinity or nothing finite, so no token can be chosen from them$"
+
+
+def choose(
+    policy: Policy, row: torch.Tensor, generator: torch.Generator | None
+) -> tuple[list[tuple[int, float]], int | None]:
+    choice = chosen_of(policy, row, generator)
+    return list(zip(choice.ids.tolist(), choice.probabilities.tolist(), strict=True)), choice.draw
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-31, 1e-46, 5e-324, 1e31, math.inf, math.nan])
@@ -92,7 +93,7 @@ def slow_softmax(values: list[float]) -> list[float]:
 def test_greedy_agrees_with_its_slow_twin(row: list[float]):
     kept, draw = choose(Greedy(), torch.tensor(row), None)
     ranks, probabilities = slow_ranks(row), slow_softmax(row)
-    assert [i for i, _ in kept] == ranks[:NUM_TOP] == ranked(torch.tensor(row))[:NUM_TOP]
+    assert [i for i, _ in kept] == ranks[:NUM_TOP] == ranked(torch.tensor(row), NUM_TOP).tolist()
     assert [p for _, p in kept] == pytest.approx([probabilities[i] for i in ranks[:NUM_TOP]], rel=1e-5)
     assert draw is None
 
@@ -213,7 +214,7 @@ def test_a_draw_hangs_on_the_request_s_own_generator_alone():
 
 
 def steps(num_steps: int, *, chosen: int, cache_len: int) -> list[Step]:
-    newest = dataclasses.replace(GREEDY_RUN.steps[0], chosen=chosen, cache_len=cache_len)
+    newest = dataclasses.replace(GREEDY_RUN.steps[0], chosen=chosen, position=cache_len - 1)
     return [GREEDY_RUN.steps[0]] * (num_steps - 1) + [newest]
 
 

@@ -324,7 +324,7 @@ def _policy(pair: RunPair) -> Table:
             str(step.position),
             Text(_probabilities(step)),
             Text(step.chosen_token),
-            f"{step.margin:.2g} {step.margin_verdict.value}",
+            f"{step.margin:.2g} {step.margin_verdict or 'not measured'}",
         )
     return table
 

@@ -85,9 +85,29 @@ class Subject(ABC):
         """Why abilities are not declared, in words, where there is more to say than that they are not."""
         return {}
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The end tokens that the decoder's own settings name."""
+        return ()
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """What tells two tokenizers apart, or None without one."""
+        return None
+
+    @property
+    def chats(self) -> bool:
+        """Whether the tokenizer has a template that makes a prompt of what a user says."""
+        return False
+
     @abstractmethod
     def token(self, token_id: int) -> str:
         """Return the text of a token."""
+
+    @final
+    def text(self, ids: Sequence[int]) -> str | None:
+        """Return the text that ``ids`` stand for together, special tokens included; None without a tokenizer."""
+        return at_the_seam(lambda: self._text(ids))
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
@@ -95,15 +115,17 @@ class Subject(ABC):
         return " ".join(self.token(i) for i in ids)
 
     @final
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
         """Return the token ids of ``text``, with the special tokens that the subject's tokenizer adds.
 
-        Raises `AbilityError` where there is no tokenizer, and `UsageError` for an empty text, one that the
-        tokenizer cannot take, and a tokenizer that gives ids outside the vocabulary.
+        With ``chat``, of the prompt that the tokenizer's chat template makes of it as a user's words.
+
+        Raises `AbilityError` where there is no tokenizer or template, and `UsageError` for an empty text, one
+        that the tokenizer cannot take, and a tokenizer that gives ids outside the vocabulary.
         """
         if not text:
             raise UsageError("the prompt is empty: it holds at least one token")
-        ids = tuple(at_the_seam(lambda: self._encode(text)))
+        ids = tuple(at_the_seam(lambda: self._encode_chat(text) if chat else self._encode(text)))
         if not ids:
             raise UsageError(f"the tokenizer of {self.info.name} makes no token of the prompt {text[:40]!r}")
         for token_id in ids:
@@ -213,6 +235,12 @@ class Subject(ABC):
 
     def _encode(self, text: str) -> Sequence[int]:
         raise AbilityError(f"{self.info.name} has no tokenizer: it takes token ids, not text")
+
+    def _encode_chat(self, text: str) -> Sequence[int]:
+        raise AbilityError(f"{self.info.name} has no chat template")
+
+    def _text(self, ids: Sequence[int]) -> str | None:
+        return None
 
     @abstractmethod
     def _rows(self, ids: Sequence[int], tap: Tap) -> Float[Tensor, "seq vocab"]: ...

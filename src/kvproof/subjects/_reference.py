@@ -32,6 +32,8 @@ _ABILITIES = (
 class ReferenceSubject(Subject):
     """A checkpoint of the reference decoder, frozen, on the CPU."""
 
+    NAME = "reference decoder"
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         for name, weight in checkpoint.decoder.state_dict().items():
             if not weight.isfinite().all():
@@ -41,7 +43,7 @@ class ReferenceSubject(Subject):
         self._requests = itertools.count()
         config = self.decoder.config
         self._info = SubjectInfo(
-            name="reference decoder",
+            name=self.NAME,
             digest=weights_digest(self.decoder),
             mode="train" if self.decoder.training else "eval",
             dtype=str(self.dtype).removeprefix("torch."),

@@ -113,8 +113,35 @@ class TransformersSubject(Subject):
         text = None if self._tokenizer is None else self._tokenizer.text(token_id)
         return str(token_id) if text is None else repr(text)
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The end tokens of the model's generation settings, else of its configuration, that it has logits of."""
+        settings = getattr(self.model, "generation_config", None)
+        named = getattr(settings, "eos_token_id", None)
+        named = getattr(self.config, "eos_token_id", None) if named is None else named
+        ids = named if isinstance(named, list | tuple) else () if named is None else (named,)
+        return tuple(int(i) for i in ids if 0 <= int(i) < self.info.vocab_size)
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """The digest of the tokenizer's vocabulary, rules and chat template; None without one."""
+        return None if self._tokenizer is None else self._tokenizer.digest()
+
+    @property
+    def chats(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokenizer is not None and self._tokenizer.chats()
+
     def _encode(self, text: str) -> Sequence[int]:
         return super()._encode(text) if self._tokenizer is None else self._tokenizer.encode(text)
+
+    def _encode_chat(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None or not self._tokenizer.chats():
+            return super()._encode_chat(text)
+        return self._tokenizer.encode_chat(text)
+
+    def _text(self, ids: Sequence[int]) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode(ids)
 
     def new_cache(self, batch: int, *, records_past: bool = False) -> Any:
         """Return an empty cache for ``batch`` rows, ready to be cropped if ``records_past``.
