@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvproof._certificate import MOST_TOKENS, Certifier
 from kvproof._compare import gap_between, largest
+from kvproof._conclusion import CAUSALITY, joined, summary_of, verdict_of
 from kvproof._errors import SubjectError, UsageError
 from kvproof._judging import RowJudge
 from kvproof._localise import Localisation, localise
@@ -37,8 +38,6 @@ from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
 from kvproof.subjects import Subject, as_subject, limits_of
 
-#: The check that comes before every scenario where rows are taken from one pass.
-CAUSALITY = "causality"
 NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
 _SHORTEST_CERTIFIED = 4
 
@@ -98,7 +97,7 @@ def audit(
         for fault in () if partial else faults:
             on_scenario(f"fault {fault.name}")
             fault_results.append(auditor.check_fault(fault, programs, clean_gap))
-        if certificate and not partial and _joined(results).passes:
+        if certificate and not partial and joined(results).passes:
             evidence = auditor.certificate(programs, on_scenario)
         if spread:
             auditor.see_spreads(programs, results)
@@ -106,11 +105,11 @@ def audit(
         if not keep_partial:
             raise
         partial = True
-    verdict = _verdict(results, evidence)
+    verdict = verdict_of(results, evidence)
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=verdict,
-        summary=_summary(verdict, results, evidence),
+        summary=summary_of(verdict, results, evidence),
         environment=environment(),
         request=None,
         subject=subject.info,
@@ -281,7 +280,7 @@ class Auditor:
 
     def see_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
         """See how the first finding, or else a program without one, and each fault spread."""
-        clean = programs if _joined(results).passes else ()
+        clean = programs if joined(results).passes else ()
         self.spreads = spreads_of(self.uncached, self.found, clean)
 
     def notes(self) -> Iterator[str]:
@@ -465,41 +464,3 @@ def _result(
 
 def _empty(name: str, verdict: Verdict, reason: str, *, advice: bool) -> ScenarioResult:
     return dataclasses.replace(_result(name, verdict, (), reason=reason), advice=advice)
-
-
-def _joined(results: Sequence[ScenarioResult]) -> Verdict:
-    """Join what counts; causality alone, with no scenario checked, shows nothing of a cache."""
-    counted = [result for result in results if not result.advice]
-    verdicts = [result.verdict for result in counted if result.name != CAUSALITY]
-    causality = [result.verdict for result in counted if result.name == CAUSALITY]
-    if worst(verdicts) is Verdict.NOT_CHECKED and worst(causality).passes:
-        return Verdict.NOT_CHECKED
-    return worst(verdicts + causality)
-
-
-def _verdict(results: Sequence[ScenarioResult], certificate: Certificate | None) -> Verdict:
-    """Join what counts with what the certificate could not show."""
-    problem = certificate is not None and certificate.problem is not None
-    return worst([_joined(results), *((Verdict.VACUOUS,) if problem else ())])
-
-
-def _summary(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
-    causality = next((result for result in results if result.name == CAUSALITY), None)
-    results = [result for result in results if not result.advice and result is not causality]
-    compared = [row for result in results for row in result.rows]
-    gap = largest(result.largest_gap for result in results)
-    text = f"{len(compared)} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
-    located = next((result.divergence for result in results if result.divergence), None)
-    row = next((row for row in compared if row.verdict is Verdict.DIVERGED), None)
-    if causality is not None and causality.verdict is Verdict.DIVERGED:
-        return f"The uncached path is {causality.reason}."
-    if verdict is Verdict.DIVERGED and located is not None:
-        return f"The cached path diverges: {located.sentence}."
-    if row is not None:
-        return f"The cached path diverges after {row.tokens}: {row.reason}."
-    if verdict.passes:
-        return f"The cached path computes the same logits as the uncached one: {text}."
-    if certificate is not None and certificate.problem is not None:
-        return f"Not shown: {text}, and {certificate.problem}."
-    look = f"; look first where, {located.sentence}" if located is not None else ""
-    return f"Not shown: {text}, verdict {verdict.value}{look}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvproof._audit import CAUSALITY
+from kvproof._conclusion import CAUSALITY
 from kvproof._errors import KvproofError, ReportError, UsageError
 from kvproof._files import write_whole
 from kvproof._numerics import STRUCTURAL_FLOOR, TOP_RUNG
