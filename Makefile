@@ -1,7 +1,7 @@
 # Two commands on a machine with only Python 3.11+ and make; each sets up its own environment once.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n )apt-get
 SOURCES := pyproject.toml constraints.txt
 
@@ -15,7 +15,7 @@ test: .venv/dev.stamp chromium  ## everything that CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --durations=25
 
 coverage: .venv/dev.stamp  ## the same tests, and the lines that none of them reaches; takes a quarter longer
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=

@@ -209,7 +209,7 @@ def planted(draw: st.DrawFn, num_layers: int, length: int) -> Fault:
     return draw(st.sampled_from(makers))()
 
 
-@settings(max_examples=75)
+@settings(max_examples=50)
 @given(st.data())
 def test_every_fault_is_found_at_its_stage_in_any_decoder(data: st.DataObject):
     """Random sizes, weights, tokens, layer and position: a single miss fails."""

@@ -146,13 +146,13 @@ def test_a_row_just_beyond_its_tolerance_does_not_match(subject: ReferenceSubjec
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_healthy_decoders_raise_no_alarm(dtype: torch.dtype):
-    """40 random decoders, 12 tokens, two scenarios: 960 rows a dtype, and none may be more than rounding.
+    """24 random decoders, 12 tokens, two scenarios: 576 rows a dtype, and none may be more than rounding.
 
     Over 72,000 such rows in float32, with random rounding the largest cached error was 1.9 times what was
     measured, where 4 is allowed.
     """
     rng = random.Random(0)
-    for seed in range(40):
+    for seed in range(24):
         config = DecoderConfig(
             num_layers=rng.randint(1, 4),
             num_heads=rng.randint(1, 4),

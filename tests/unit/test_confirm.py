@@ -256,7 +256,7 @@ def test_an_audit_s_findings_are_confirmed(subject: ReferenceSubject):
     assert (divergence.confirmed, divergence.introduced) == (True, ("position",))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_a_value_that_is_always_wrong_is_confirmed_in_any_program(data: st.DataObject):
     """Random sizes, weights, sessions, forks, crops, batches and reorders."""
