@@ -1,7 +1,7 @@
 # Two commands on a machine with only Python 3.11+ and make; each sets up its own environment once.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n )apt-get
 SOURCES := pyproject.toml constraints.txt
 
