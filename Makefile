@@ -4,6 +4,8 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 APT := $(if $(filter 0,$(shell id -u)),,sudo -n )apt-get
 SOURCES := pyproject.toml constraints.txt
+# Where this forbids it, each of the tests' many processes would compile the package's sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory bench-generate bench-field schemas docs chromium clean
 

@@ -54,11 +54,18 @@ def test_a_decoder_that_passes_passes(pytester: pytest.Pytester, options: list[s
     assert not (pytester.path / "kvproof-reports").exists()
 
 
+@pytest.mark.parametrize("ci", [None, "true"], ids=["at a terminal", "in CI"])
 @pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_a_failure_is_the_finding_and_its_report_is_kept(pytester: pytest.Pytester, options: list[str]):
+def test_a_failure_is_the_finding_and_its_report_is_kept(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: list[str], ci: str | None
+):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("BUILD_NUMBER", raising=False)
+    if ci is not None:  # pytest then repeats a whole failure in its last lines
+        monkeypatch.setenv("CI", ci)
     result = run(pytester, FAILING, *options)
     result.assert_outcomes(failed=1)
-    text = result.stdout.str()
+    text, _, _ = result.stdout.str().partition("short test summary info")
     assert "The cached path diverges after" in text
     assert text.count("token-by-token (diverged): ") == 1
     assert "Which side: the suspect is the cached path" in text
