@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvproof._certificate import MOST_TOKENS, Certifier
 from kvproof._compare import gap_between, largest
-from kvproof._conclusion import CAUSALITY, joined, summary_of, verdict_of
+from kvproof._conclusion import CAUSALITY, empty_result, joined, result_of, summary_of, verdict_of
 from kvproof._errors import SubjectError, UsageError
+from kvproof._forked import check_jobs, default_jobs, in_processes
 from kvproof._judging import RowJudge
 from kvproof._localise import Localisation, localise
 from kvproof._machine import environment
@@ -57,6 +58,7 @@ def audit(
     spread: bool = False,
     fail_fast: bool = False,
     keep_partial: bool = False,
+    jobs: int | None = 1,
     on_scenario: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Compare the cached path with the uncached one at every row of every scenario.
@@ -74,7 +76,9 @@ def audit(
     cannot be shown able to fail is `vacuous`; by default it does so where the whole catalogue is run.
     ``spread`` runs one program once more, the first that diverged where one did, and reports every value's gap.
     ``fail_fast`` stops after the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C
-    arrives. Both mark the report as partial. ``on_scenario`` is told what is being run.
+    arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for the
+    scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
+    system can be forked. ``on_scenario`` is told what is being run.
 
     A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
@@ -82,9 +86,8 @@ def audit(
     subject = as_subject(decoder)
     certificate = scenarios is None if certificate is None else certificate
     programs = list(programs_for(subject, scenarios, length, seed))
-    auditor = Auditor(subject, tolerance, reference=reference, top_rung=top_rung, all_values=all_values)
-    results: list[ScenarioResult] = []
-    fault_results: list[FaultResult] = []
+    auditor = Auditor(subject, tolerance, reference, top_rung=top_rung, all_values=all_values, jobs=jobs)
+    results, fault_results = list[ScenarioResult](), list[FaultResult]()
     evidence: Certificate | None = None
     partial = False
     try:
@@ -125,6 +128,22 @@ def audit(
     )
 
 
+@dataclasses.dataclass(slots=True)
+class _Learned:
+    """What checking scenarios taught besides their results."""
+
+    #: The first finding, and each fault's.
+    found: dict[Fault | None, tuple[Scenario, Divergence]] = dataclasses.field(default_factory=dict)
+    without_top: dict[str, str] = dataclasses.field(default_factory=dict)  #: why, by scenario
+    made: Counter[str] = dataclasses.field(default_factory=Counter)  #: by all random programs together
+
+    def __iadd__(self, later: "_Learned") -> "_Learned":
+        self.found = later.found | self.found
+        self.without_top |= later.without_top
+        self.made += later.made
+        return self
+
+
 class Auditor:
     """One subject, with what is known of its uncached path so far."""
 
@@ -132,20 +151,21 @@ class Auditor:
         self,
         subject: Subject,
         tolerance: Tolerance | None = None,
-        *,
         reference: Reference = "one-pass",
+        *,
         top_rung: bool = True,
         all_values: bool = True,
+        jobs: int | None = 1,
     ) -> None:
+        self.jobs = default_jobs(may_fork=subject.may_fork) if jobs is None else jobs
+        check_jobs(self.jobs)
         self.subject = subject
         self.tolerance = tolerance or declared_tolerance(getattr(torch, subject.info.dtype))
         self.uncached = Uncached(subject, reference, top_rung=top_rung)
         self.judge = RowJudge(subject, self.tolerance, self.uncached)
         self.all_values = all_values
-        self._without_top: dict[str, str] = {}
         self._uncertified: str | None = None
-        self._made: Counter[str] = Counter()  #: by all random programs together
-        self.found: dict[Fault | None, tuple[Scenario, Divergence]] = {}  #: the first finding, and each fault's
+        self._learned = _Learned()
         self.spreads: tuple[Spread, ...] = ()
 
     def results(
@@ -161,14 +181,29 @@ class Auditor:
             causality = self.causality()
             causal = causality.verdict is not Verdict.DIVERGED
             yield causality
-        for name in dict.fromkeys(program.name for program in programs):
-            on_scenario(name)
+        groups = [
+            [program for program in programs if program.name == name]
+            for name in dict.fromkeys(program.name for program in programs)
+        ]
+        checked = in_processes(lambda number: self._checked(groups[number]), len(groups), self.jobs)
+        for group in groups:
+            on_scenario(group[0].name)
             if causal:
-                yield self.check([program for program in programs if program.name == name])
+                result, learned = next(checked)
+                self._learned += learned
+                yield result
             else:
-                advice = any(program.advice for program in programs if program.name == name)
+                advice = any(program.advice for program in group)
                 reason = "the subject is not causal: no cache can give its uncached rows"
-                yield _empty(name, Verdict.NOT_CHECKED, reason, advice=advice)
+                yield empty_result(group[0].name, Verdict.NOT_CHECKED, reason, advice=advice)
+
+    def _checked(self, programs: Sequence[Scenario]) -> "tuple[ScenarioResult, _Learned]":
+        """Check programs of one name; return the result with what it has taught."""
+        before, self._learned = self._learned, _Learned()
+        try:
+            return self.check(programs), self._learned
+        finally:
+            self._learned = before
 
     def causality(self) -> ScenarioResult:
         """Say whether a row hangs on the tokens after it: literal rows against rows of a longer pass."""
@@ -178,7 +213,7 @@ class Auditor:
         reason = None
         if bad is not None:
             reason = f"not causal: the row after {len(bad.ids)} tokens changes when later tokens follow"
-        return _result(CAUSALITY, verdict, rows, reason=reason)
+        return result_of(CAUSALITY, verdict, rows, reason=reason)
 
     def check(self, programs: Sequence[Scenario], fault: Fault | None = None) -> ScenarioResult:
         """Run programs of one name, compare all their rows, and the values on the way.
@@ -189,10 +224,10 @@ class Auditor:
         name, advice = programs[0].name, programs[0].advice
         skipped = next((program.skipped for program in programs if program.skipped), None)
         if skipped is not None:
-            return _empty(name, Verdict.NOT_CHECKED, skipped, advice=advice)
+            return empty_result(name, Verdict.NOT_CHECKED, skipped, advice=advice)
         missing = self._missing(programs)
         if missing is not None:
-            return _empty(name, Verdict.NOT_CHECKED, missing, advice=advice)
+            return empty_result(name, Verdict.NOT_CHECKED, missing, advice=advice)
         rows: list[RowResult] = []
         num_values, divergence, ways, not_reached = 0, None, None, None
         reason = self._prepare(programs)
@@ -205,7 +240,7 @@ class Auditor:
                 break
             rows += (row for row, _ in judged)
             if name == RANDOM_PROGRAMS and fault is None:
-                self._made += coverage.made
+                self._learned.made += coverage.made
             not_reached = not_reached or coverage.missing(program)
             wrong = sorted(
                 (pair for pair in judged if not pair[0].verdict.passes),
@@ -219,7 +254,7 @@ class Auditor:
                 num_values += located.num_values
                 divergence = located.divergence
                 if divergence is not None and not advice:
-                    self.found.setdefault(fault, (program, divergence))
+                    self._learned.found.setdefault(fault, (program, divergence))
         verdicts = [row.verdict for row in rows]
         if divergence is not None and self._certain:
             verdicts.append(Verdict.DIVERGED)
@@ -227,7 +262,7 @@ class Auditor:
             verdicts.append(Verdict.INCONCLUSIVE)
         elif not_reached is not None:
             verdicts.append(Verdict.VACUOUS)
-        result = _result(name, worst(verdicts), tuple(rows), reason=reason or not_reached)
+        result = result_of(name, worst(verdicts), tuple(rows), reason=reason or not_reached)
         return dataclasses.replace(
             result, advice=advice, num_values_compared=num_values, divergence=divergence, four_ways=ways
         )
@@ -255,7 +290,7 @@ class Auditor:
             right_stage=divergence is not None and divergence.stage is fault.first_stage,
         )
 
-    def certificate(self, programs: Sequence[Scenario], on_fault: Callable[[str], None]) -> Certificate | None:
+    def certificate(self, programs: Sequence[Scenario], on_part: Callable[[str], None]) -> Certificate | None:
         """Plant every fault that the subject lets be planted, on the tokens of these programs.
 
         None, with a note, for a subject that shows no values, and for programs without four tokens in a row.
@@ -273,7 +308,7 @@ class Auditor:
         other = min(others, default=longest[:length][::-1])
         try:
             certifier = Certifier(self.uncached, self.tolerance, longest[:length], other)
-            return certifier.certificate(lambda name: on_fault(f"fault {name}"))
+            return certifier.certificate(on_part, self.jobs)
         except SubjectError as error:
             self._uncertified = str(error).splitlines()[0]
             return None
@@ -281,7 +316,7 @@ class Auditor:
     def see_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
         """See how the first finding, or else a program without one, and each fault spread."""
         clean = programs if joined(results).passes else ()
-        self.spreads = spreads_of(self.uncached, self.found, clean)
+        self.spreads = spreads_of(self.uncached, self._learned.found, clean)
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
@@ -289,13 +324,14 @@ class Auditor:
             yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
-        for name, reason in self._without_top.items():
+        for name, reason in self._learned.without_top.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
-        if self._made:
+        made = self._learned.made
+        if made:
             kinds = ("row", *usable(limits_of(self.subject)))
-            listed = [f"{self._made[kind]} {kind}{'' if self._made[kind] == 1 else 's'}" for kind in kinds]
+            listed = [f"{made[kind]} {kind}{'' if made[kind] == 1 else 's'}" for kind in kinds]
             text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
-            none = [kind for kind in kinds if not self._made[kind]]
+            none = [kind for kind in kinds if not made[kind]]
             yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
 
     def _prepare(self, programs: Iterable[Scenario]) -> str | None:
@@ -381,7 +417,7 @@ class Auditor:
             coverage.made.clear()  # all of it is done again
             judged = list(self._judged_rows(program, fault, [self.uncached.declared], coverage))
             if fault is None:
-                self._without_top[program.name] = str(error).splitlines()[0]
+                self._learned.without_top[program.name] = str(error).splitlines()[0]
             return judged
 
     def _excused(
@@ -444,23 +480,3 @@ class Auditor:
 def _is_a_question(program: Scenario) -> bool:
     """Return whether it is worth many runs to learn why rows differ: what few bits cost is known beforehand."""
     return program.cache is not CacheKind.QUANTISED
-
-
-def _result(
-    name: str, verdict: Verdict, rows: tuple[RowResult, ...], *, reason: str | None = None
-) -> ScenarioResult:
-    return ScenarioResult(
-        name=name,
-        advice=False,
-        verdict=verdict,
-        rows=rows,
-        largest_gap=largest(row.gap for row in rows),
-        num_values_compared=0,
-        reason=reason,
-        divergence=None,
-        four_ways=None,
-    )
-
-
-def _empty(name: str, verdict: Verdict, reason: str, *, advice: bool) -> ScenarioResult:
-    return dataclasses.replace(_result(name, verdict, (), reason=reason), advice=advice)

@@ -16,7 +16,6 @@ from kvproof._progress import shown_progress
 
 if TYPE_CHECKING:
     from kvproof._report import Report, Request
-    from kvproof._uncached import Reference
 
 #: Exit statuses that no verdict uses.
 EXIT_REQUIRED, EXIT_INTERRUPTED = 5, 130
@@ -27,8 +26,11 @@ ATTENTIONS = ("eager", "sdpa")
 #: The options that `LoadOptions` takes, besides the seed.
 _LOADING = ("dtype", "attention", "device", "config", "network", "trust_remote_code")
 
-#: The options that say where a result goes, and nothing of what is run.
-_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list"})
+#: The options that `kvproof.audit` takes by the same name.
+_RUNNING = ("reference", "certificate", "jobs", "fail_fast")
+
+#: The options that say where a result goes or who computes it, and nothing of what is run.
+_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs"})
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -70,6 +72,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     show_default=True,
     help="Plant deliberate faults after a pass, to show that this audit can fail.",
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Processes at a time, of one thread each. Default: as many as torch uses threads, for a model of "
+    "transformers on the CPU of a Linux machine; 1 for a random: one, and otherwise.",
+)
 @click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
 @click.option("--baseline", type=_FILE, help="Fail only on what got worse than in this report.json.")
 @click.option(
@@ -86,9 +94,6 @@ def audit(
     scenario: tuple[str, ...],
     skip: tuple[str, ...],
     as_list: bool,
-    reference: "Reference",
-    certificate: bool,
-    fail_fast: bool,
     baseline: Path | None,
     num_programs: int,
     quiet: bool,
@@ -134,13 +139,11 @@ def audit(
         report = run(
             subject,
             chosen,
-            reference=reference,
             all_values=False,
-            certificate=certificate,
             spread=report_dir is not None,
-            fail_fast=fail_fast,
             keep_partial=True,
             on_scenario=progress.part,
+            **{name: others[name] for name in _RUNNING},
         )
     context = click.get_current_context()
     report = replace(report, request=_request(context, subject.info.dtype, sequences))

@@ -16,6 +16,7 @@ import torch
 from kvproof._calls import Layout, TracedCall
 from kvproof._compare import Evidence, gap_between, judge, largest
 from kvproof._errors import KvproofError
+from kvproof._forked import in_processes
 from kvproof._localise import AgainstTheRun, compared, traced_calls
 from kvproof._programs import Row, run_program
 from kvproof._report import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
@@ -42,6 +43,15 @@ class _Trial:
     reason: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Mutants:
+    """One fault: what came of it in each place, or why it was not planted, and its programs' gap without it."""
+
+    planted: tuple[Mutant, ...]
+    not_planted: tuple[NotPlanted, ...]
+    clean_gap: float
+
+
 class Certifier:
     """Plants faults in one subject, at the highest rung there is."""
 
@@ -55,8 +65,8 @@ class Certifier:
         self._clean: dict[Scenario, _Trial] = {}
         self._prompts: dict[tuple[Rung, Extend, int, frozenset[Ability]], Session] = {}
 
-    def certificate(self, on_fault: Callable[[str], None] = lambda name: None) -> Certificate:
-        """Plant everything and say what came of it."""
+    def certificate(self, on_part: Callable[[str], None] = lambda name: None, jobs: int = 1) -> Certificate:
+        """Plant everything, in ``jobs`` processes at a time, and say what came of it."""
         faults = catalogue()
         not_planted: list[NotPlanted] = []
         chosen: list[tuple[CatalogueFault, list[Place]]] = []
@@ -68,17 +78,27 @@ class Certifier:
             else:
                 chosen.append((fault, places))
         self._prepare([self._program(fault, place) for fault, places in chosen for place in places])
+        rungs = list(dict.fromkeys((self.uncached.declared, self.rung)))
+
+        def part(number: int) -> tuple[_Mutants | None, SmallestChange | None]:
+            if number < len(rungs):  # first, because each takes longer than any fault
+                return None, self._smallest_change(rungs[number])
+            return self._mutants(*chosen[number - len(rungs)]), None
+
+        names = [f"smallest change seen in {rung.subject.info.dtype}" for rung in rungs]
+        names += [f"fault {fault.name}" for fault, _ in chosen]
+        parts = in_processes(part, len(names), jobs)
         mutants: list[Mutant] = []
-        for fault, places in chosen:
-            on_fault(fault.name)
-            broken = [p for p in places if self._clean_trial(self._program(fault, p)).reason is not None]
-            if broken:
-                reason = self._clean_trial(self._program(fault, broken[0])).reason
-                reason = f"its program fails without a fault: {reason}"
-                not_planted.append(NotPlanted(fault=fault.name, reason=reason))
-                continue
-            mutants += (self._mutant(fault, place) for place in places)
-        clean = largest(trial.gap for trial in self._clean.values() if trial.reason is None)
+        changes: list[SmallestChange] = []
+        clean = 0.0
+        for name in names:
+            on_part(name)
+            found, change = next(parts)
+            changes += [change] if change is not None else []
+            if found is not None:
+                mutants += found.planted
+                not_planted += found.not_planted
+                clean = largest((clean, found.clean_gap))
         caught = [mutant.gap for mutant in mutants if mutant.outcome is Outcome.CAUGHT]
         return Certificate(
             dtype=self.rung.subject.info.dtype,
@@ -87,9 +107,19 @@ class Certifier:
             not_planted=tuple(not_planted),
             clean_gap=clean,
             margin=min(caught) / max(clean, 2.0**-53) if caught else None,
-            smallest_changes=tuple(self._smallest_changes()),
+            smallest_changes=tuple(reversed(changes)),
             problem=_problem(mutants, faults, self.ground),
         )
+
+    def _mutants(self, fault: CatalogueFault, places: Sequence[Place]) -> _Mutants:
+        """Plant one fault in each of its places, unless a program of its own fails without it."""
+        trials = [self._clean_trial(self._program(fault, place)) for place in places]
+        clean = largest(trial.gap for trial in trials if trial.reason is None)
+        reason = next((trial.reason for trial in trials if trial.reason is not None), None)
+        if reason is not None:
+            reason = f"its program fails without a fault: {reason}"
+            return _Mutants((), (NotPlanted(fault=fault.name, reason=reason),), clean)
+        return _Mutants(tuple(self._mutant(fault, place) for place in places), (), clean)
 
     def _places(self, fault: CatalogueFault) -> Iterator[Place]:
         num = len(self.ground.sequence)
@@ -204,31 +234,30 @@ class Certifier:
         shown = {s.stage for s in self.ground.shown if place.layer is None or s.layer == place.layer}
         return site.stage in fault.stages or (site.stage is Stage.MODULE and not fault.stages & shown)
 
-    def _smallest_changes(self) -> Iterator[SmallestChange]:
-        """Find by bisection the smallest change of one entry that shows, in each dtype."""
+    def _smallest_change(self, rung: Rung) -> SmallestChange | None:
+        """Find by bisection the smallest change of one entry that shows at a rung; None where nothing can."""
         entry = smallest.entry(self.ground)
         if entry is None:
-            return
+            return None
         layer, tensor = entry
         place = Place(layer=layer, position=max(2, len(self.ground.sequence) - 4), ground=self.ground)
         program = smallest.program(place)
-        for rung in dict.fromkeys((self.rung, self.uncached.declared)):
-            is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
+        is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
 
-            def seen(change: float, rung: Rung = rung, is_wrong: Callable[[Row], bool] = is_wrong) -> bool:
-                planting = smallest.planting(place, tensor, change)
-                calls = run_program(rung.subject, program, planting, prompted=self._prompted(rung, program))
-                return any(is_wrong(row) for call in calls for row in call.rows)
+        def seen(change: float) -> bool:
+            planting = smallest.planting(place, tensor, change)
+            calls = run_program(rung.subject, program, planting, prompted=self._prompted(rung, program))
+            return any(is_wrong(row) for call in calls for row in call.rows)
 
-            if seen(0.0):
-                continue  # what this dtype does by itself hides any change
-            yield SmallestChange(
-                dtype=rung.subject.info.dtype,
-                layer=layer,
-                tensor=tensor,
-                position=place.position - 1,
-                value=_bisected(seen, torch.finfo(getattr(torch, rung.subject.info.dtype)).eps / 4),
-            )
+        if seen(0.0):
+            return None  # what this dtype does by itself hides any change
+        return SmallestChange(
+            dtype=rung.subject.info.dtype,
+            layer=layer,
+            tensor=tensor,
+            position=place.position - 1,
+            value=_bisected(seen, torch.finfo(getattr(torch, rung.subject.info.dtype)).eps / 4),
+        )
 
     def _is_beyond_limit(self, row: Row) -> bool:
         return self.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)

@@ -1,9 +1,10 @@
 """What all scenarios together come to: an audit's verdict, and the sentence that says it."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from kvproof._compare import largest
-from kvproof._report import Certificate, ScenarioResult, Verdict, worst
+from kvproof._report import Certificate, RowResult, ScenarioResult, Verdict, worst
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
@@ -46,3 +47,25 @@ def summary_of(verdict: Verdict, results: Sequence[ScenarioResult], certificate:
         return f"Not shown: {text}, and {certificate.problem}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
     return f"Not shown: {text}, verdict {verdict.value}{look}."
+
+
+def result_of(
+    name: str, verdict: Verdict, rows: tuple[RowResult, ...], *, reason: str | None = None
+) -> ScenarioResult:
+    """Return what a scenario came to by its rows alone."""
+    return ScenarioResult(
+        name=name,
+        advice=False,
+        verdict=verdict,
+        rows=rows,
+        largest_gap=largest(row.gap for row in rows),
+        num_values_compared=0,
+        reason=reason,
+        divergence=None,
+        four_ways=None,
+    )
+
+
+def empty_result(name: str, verdict: Verdict, reason: str, *, advice: bool) -> ScenarioResult:
+    """Return the result of a scenario that gave no row, and why."""
+    return dataclasses.replace(result_of(name, verdict, (), reason=reason), advice=advice)

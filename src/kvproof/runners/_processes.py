@@ -13,8 +13,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -22,6 +22,7 @@ from typing import IO, NoReturn
 
 from kvproof._codec import CodecError, from_plain, strict_loads, to_plain
 from kvproof._errors import KvproofError, UsageError
+from kvproof._machine import interrupts_held
 from kvproof._memory import peak_mb
 from kvproof._table import Ending, Job
 from kvproof.runners._base import Outcome, Runner, Work, attempt, one_line
@@ -51,17 +52,17 @@ class ProcessRunner(Runner):
             with selectors.DefaultSelector() as selector:
                 while waiting or running:
                     while waiting and len(running) < self.num_jobs:
-                        with _interrupts_held():
+                        with interrupts_held():
                             running.append(_start(waiting.pop(), work, self.limit_s))
                         selector.register(running[-1].pipe, selectors.EVENT_READ, running[-1])
                     for child in self._ended(selector, running):
                         selector.unregister(child.pipe)
-                        with _interrupts_held():
+                        with interrupts_held():
                             running.remove(child)
                             outcome = self._outcome(child)
                         yield outcome
         finally:
-            with _interrupts_held():
+            with interrupts_held():
                 for child in running:
                     _kill(child)
                     child.printed.close()
@@ -194,13 +195,3 @@ def _cause(status: int, printed: IO[bytes]) -> str:
     printed.seek(max(0, printed.seek(0, os.SEEK_END) - _TAIL_BYTES))
     lines = [line for line in printed.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return one_line(f"{cause}: {lines[-1].strip()}" if lines else cause)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait, so that no child is started or reaped without being known as such."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -81,6 +81,11 @@ class Subject(ABC):
         return Boundaries(context_len=self.info.context_len)
 
     @property
+    def may_fork(self) -> bool:
+        """Whether a forked process may go on computing with the decoder: no device, no threads that it needs."""
+        return False
+
+    @property
     def lacks(self) -> Mapping[Ability, str]:
         """Why abilities are not declared, in words, where there is more to say than that they are not."""
         return {}

@@ -98,6 +98,11 @@ class TransformersSubject(Subject):
         return self._seed
 
     @property
+    def may_fork(self) -> bool:
+        """Whether the model is on the CPU."""
+        return bool(self.model.device.type == "cpu")
+
+    @property
     def boundaries(self) -> Boundaries:
         """The context, and the windows, convolutions and scan blocks that the configuration declares."""
         return Boundaries(context_len=self.info.context_len, windows=_caches.windows(self.config))
