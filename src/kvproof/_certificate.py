@@ -9,6 +9,7 @@ row and a value differ.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,7 @@ class Certifier:
                 not_planted.append(NotPlanted(fault=fault.name, reason=reason))
             else:
                 chosen.append((fault, places))
-        self._prepare([self._program(fault, place) for fault, places in chosen for place in places])
+        self._prepare([self._program(fault, place) for fault, places in chosen for place in places], jobs)
         rungs = list(dict.fromkeys((self.uncached.declared, self.rung)))
 
         def part(number: int) -> tuple[_Mutants | None, SmallestChange | None]:
@@ -146,12 +147,15 @@ class Certifier:
             self.programs[key] = fault.carrier(self.ground.sequence, self.ground.other, place.position)
         return self.programs[key]
 
-    def _prepare(self, programs: Sequence[Scenario]) -> None:
+    def _prepare(self, programs: Sequence[Scenario], jobs: int) -> None:
         """Share uncached runs among all programs, where a run over a longer sequence serves its prefixes."""
         if self.uncached.reference == "one-pass":
             wanted = {sequence for program in programs for sequence in longest_sequences(program)}
             whole = [s for s in wanted if not any(o != s and o[: len(s)] == s for o in wanted)]
             self.runs = OnePassRuns(self.rung.subject, sorted(whole))
+            if jobs > 1:  # each process would make them all for itself
+                with suppress(KvproofError):  # what raises here raises again where it is needed
+                    self.runs.prepare(sorted(whole))
 
     def _clean_trial(self, program: Scenario) -> _Trial:
         """Run a program without a fault, for its rows alone: what differs then is no fault's doing."""

@@ -179,6 +179,5 @@ def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, Margi
         return margin, MarginVerdict.UNEXPLAINED_FLIP
     if margin <= 2 * error:
         return margin, MarginVerdict.EXPLAINED_FLIP
-    return margin, MarginVerdict.SAFE if int(other.argmax()) == int(
-        row.argmax()
-    ) else MarginVerdict.UNEXPLAINED_FLIP
+    same = other is row or int(other.argmax()) == int(row.argmax())
+    return margin, MarginVerdict.SAFE if same else MarginVerdict.UNEXPLAINED_FLIP

@@ -256,7 +256,8 @@ class Request:
         choice = choose(self.policy, row, self.generator, self.ids)
         error = None if other is None else gap_between(row, other).size
         margin, verdict = judge_margin(row, row if other is None else other, error or 0.0)
-        top = ranked(row, NUM_TOP)
+        ranks = isinstance(self.policy, Greedy) and self.policy.repetition_penalty is None
+        top = choice.ids if ranks else ranked(row, NUM_TOP)
         return Step(
             step=len(self.steps),
             consumed=self.pending,
