@@ -19,7 +19,8 @@ class Changes:
     def sentences(self) -> tuple[str, ...]:
         """Return each change in a line, and how it stands against the baseline as a whole."""
         verdict = "got worse than the baseline" if self.worse else "nothing got worse than the baseline"
-        head = f"{len(self.worse)} scenarios {verdict}" if self.worse else verdict
+        num = len(self.worse)
+        head = f"{num} scenario{'' if num == 1 else 's'} {verdict}" if num else verdict
         return (
             *(f"worse: {text}" for text in self.worse),
             *(f"better: {text}" for text in self.better),

@@ -43,7 +43,11 @@ def ranked(row: Tensor, num: int) -> Tensor:
     """Return the ids (num,) of the largest logits, largest first and the lowest id first among equal ones."""
     if num >= len(row):
         return row.argsort(descending=True, stable=True)
-    least = row.topk(num).values[-1]
+    values, ids = row.topk(num + 1)
+    least = values[num - 1]
+    if values[num] < least:  # nothing ties at the border, so it need not be looked for
+        ids = ids[:num].sort().values
+        return ids[row[ids].argsort(descending=True, stable=True)]
     candidates = (row >= least).nonzero()[:, 0]  # in order of id, those that tie at the border among them
     return candidates[row[candidates].argsort(descending=True, stable=True)][:num]
 
@@ -58,7 +62,7 @@ def choose(policy: Policy, row: Tensor, generator: torch.Generator | None, histo
     infinity, as masked vocabulary entries are, have probability 0.
     """
     row = row.detach().to("cpu", torch.float32)
-    if bool(row.isnan().any()) or not math.isfinite(float(row.max())):
+    if not math.isfinite(float(row.max())):  # which is NaN where any entry is
         raise SubjectError("the logits hold NaN, infinity or nothing finite, so no token can be chosen from them")
     if policy.repetition_penalty is not None:
         row = _penalised(row, history, policy.repetition_penalty)

@@ -254,10 +254,13 @@ class Request:
     def _record(self, row: Tensor, other: Tensor | None) -> Step:
         before = state_of(self.generator)
         choice = choose(self.policy, row, self.generator, self.ids)
-        error = None if other is None else gap_between(row, other).size
-        margin, verdict = judge_margin(row, row if other is None else other, error or 0.0)
         ranks = isinstance(self.policy, Greedy) and self.policy.repetition_penalty is None
         top = choice.ids if ranks else ranked(row, NUM_TOP)
+        error = None if other is None else gap_between(row, other).size
+        first = row[top[:2]]  # without another row, the margin is all there is to know
+        margin, verdict = (
+            judge_margin(first, first, 0.0) if other is None else judge_margin(row, other, error or 0.0)
+        )
         return Step(
             step=len(self.steps),
             consumed=self.pending,

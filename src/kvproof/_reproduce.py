@@ -156,8 +156,9 @@ def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple
                 case = _Case(subject=subject, program=program, failure=failure, cached=cached, source=source)
                 return case, program
     raise UsageError(
-        f"{name!r} does not fail in float64 on {request.target or request.config} with torch {torch.__version__} "
-        "and the library that is installed; a fault of the declared dtype alone is not written out"
+        f"{name!r} does not fail in float64 on {request.target or request.config}, run as a file without kvproof "
+        f"runs it, with torch {torch.__version__} and the library that is installed; a fault of the declared "
+        "dtype alone, or of how a session opens its caches, is not written out"
     )
 
 

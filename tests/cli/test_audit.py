@@ -118,6 +118,22 @@ def test_the_same_seed_gives_the_same_rows():
     assert reports[0]["scenarios"] != reports[2]["scenarios"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+def test_the_number_of_processes_changes_nothing():
+    outcomes = [run("audit", "random:gpt2", *SHORT, "--json", "--jobs", jobs) for jobs in (1, 2)]
+    assert [outcome.status for outcome in outcomes] == [0, 0]
+    one, two = (json.loads(outcome.out) for outcome in outcomes)
+    assert one.pop("environment").keys() == two.pop("environment").keys()
+    assert one == two
+    assert "--jobs" not in one["request"]["command"]
+
+
+def test_no_processes_are_refused():
+    outcome = run("audit", "random:gpt2", "--jobs", 0)
+    assert outcome.status == 2
+    assert "Invalid value for '--jobs'" in outcome.err
+
+
 def test_quiet_prints_the_verdict_alone():
     outcome = run("audit", "random:gpt2", *SHORT, "--quiet")
     assert outcome.out.count("\n") == 1

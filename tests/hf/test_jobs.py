@@ -10,11 +10,12 @@ import kvproof
 from kvproof._forked import default_jobs
 from kvproof._machine import threads
 from kvproof._report import Report
-from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, random_programs
+from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, named, random_programs
 from kvproof.subjects import limits_of
 from kvproof.subjects._transformers import TransformersSubject, random_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+SCENARIOS = ("token-by-token", "chunked prefill", "fork", "batch")
 SEQUENCES = tuple(range(3, 15)), tuple(range(20, 32))
 
 
@@ -24,7 +25,7 @@ def model(name: str) -> TransformersSubject:
 
 def audited(subject: TransformersSubject, jobs: int) -> Report:
     drawn = random_programs(limits_of(subject), num=3, seed=0, max_len=8)
-    programs = (*catalogue(*SEQUENCES, subject.boundaries), *drawn)
+    programs = (*named(catalogue(*SEQUENCES, subject.boundaries), only=SCENARIOS), *drawn)
     return kvproof.audit(subject, programs, all_values=False, certificate=True, spread=True, jobs=jobs)
 
 
