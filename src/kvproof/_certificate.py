@@ -80,9 +80,10 @@ class Certifier:
                 chosen.append((fault, places))
         self._prepare([self._program(fault, place) for fault, places in chosen for place in places], jobs)
         rungs = list(dict.fromkeys((self.uncached.declared, self.rung)))
+        chosen.sort(key=self._num_operations, reverse=True)  # the longest first, so that no process waits for it
 
         def part(number: int) -> tuple[_Mutants | None, SmallestChange | None]:
-            if number < len(rungs):  # first, because each takes longer than any fault
+            if number < len(rungs):  # each takes longer than any fault
                 return None, self._smallest_change(rungs[number])
             return self._mutants(*chosen[number - len(rungs)]), None
 
@@ -100,6 +101,9 @@ class Certifier:
                 mutants += found.planted
                 not_planted += found.not_planted
                 clean = largest((clean, found.clean_gap))
+        place_of = {fault.name: place for place, fault in enumerate(faults)}
+        mutants.sort(key=lambda mutant: place_of[mutant.fault])
+        not_planted.sort(key=lambda left_out: place_of[left_out.fault])
         caught = [mutant.gap for mutant in mutants if mutant.outcome is Outcome.CAUGHT]
         return Certificate(
             dtype=self.rung.subject.info.dtype,
@@ -146,6 +150,10 @@ class Certifier:
         if key not in self.programs:
             self.programs[key] = fault.carrier(self.ground.sequence, self.ground.other, place.position)
         return self.programs[key]
+
+    def _num_operations(self, planted: tuple[CatalogueFault, Sequence[Place]]) -> int:
+        fault, places = planted
+        return sum(len(self._program(fault, place).operations) for place in places)
 
     def _prepare(self, programs: Sequence[Scenario], jobs: int) -> None:
         """Share uncached runs among all programs, where a run over a longer sequence serves its prefixes."""
@@ -206,9 +214,9 @@ class Certifier:
             ):
                 if any(len(row.prefix) == row.offset + 1 for row in rows):
                     continue  # faults act on a warm cache: a prompt's values are what they were without one
-                call = TracedCall(self.runs, Layout.of(rows, trace), trace)
-                _, found = compared(judge, call, search=first is None)
-                first = first or found
+                if first is None:
+                    call = TracedCall(self.runs, Layout.of(rows, trace), trace)
+                    _, first = compared(judge, call, search=True)
                 for row in rows if not differs else ():
                     gap = largest((gap, self._gap(row)))
                     differs = differs or self._is_beyond_limit(row)

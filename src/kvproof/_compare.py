@@ -50,6 +50,15 @@ def gap_between(expected: Tensor, actual: Tensor) -> Gap:
     )
 
 
+def is_within(expected: Tensor, actual: Tensor, limit: float) -> bool:
+    """Return whether two tensors of one shape are seen at a glance to differ by no more than a finite limit.
+
+    What is not finite is not seen at a glance: `gap_between` tells.
+    """
+    e, a = expected.detach().to(torch.float64), actual.detach().to(torch.float64)
+    return e.numel() == 0 or float((e - a).abs().max()) <= limit
+
+
 #: Stands for NaN on both sides while gaps are ranked: no finite gap may hide it, and an infinite one may.
 _BOTH_NAN = torch.finfo(torch.float64).max
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproof._compare import Evidence, gap_between, judge, largest
+from kvproof._compare import Evidence, gap_between, is_within, judge, largest
 from kvproof._numerics import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
 from kvproof._report import Verdict
 
@@ -143,6 +143,20 @@ def test_the_gap_agrees_with_its_slow_twin(pairs: list[tuple[float, float]], dty
     gap = gap_between(torch.tensor(expected, dtype=dtype), torch.tensor(actual, dtype=dtype))
     size, place, scale = slow_gap(expected, actual)
     assert repr((gap.size, gap.index, gap.scale)) == repr((size, (place,), scale))
+
+
+@given(
+    pairs=st.lists(st.tuples(ENTRIES, ENTRIES), max_size=12),
+    limit=st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e30]),
+)
+def test_what_is_within_a_limit_at_a_glance_has_no_larger_gap(pairs: list[tuple[float, float]], limit: float):
+    """The glance may miss what is equal without being finite, and never calls equal what is not."""
+    expected, actual = (torch.tensor([pair[side] for pair in pairs]) for side in (0, 1))
+    gap = gap_between(expected, actual)
+    if all(map(math.isfinite, itertools.chain(*pairs))):
+        assert is_within(expected, actual, limit) == (gap.size <= limit)
+    elif is_within(expected, actual, limit):
+        assert gap.size <= limit
 
 
 @given(place=st.integers(0, 23))
