@@ -175,7 +175,7 @@ class Auditor:
         if not programs:
             raise UsageError("an audit needs at least one scenario")
         on_scenario(CAUSALITY)
-        self._prepare(programs)  # what raises here raises again where its own scenario is checked
+        self._prepare(programs, self.jobs)  # what raises here raises again where its own scenario is checked
         causal = True
         if self.uncached.reference == "one-pass":
             causality = self.causality()
@@ -334,7 +334,7 @@ class Auditor:
             none = [kind for kind in kinds if not made[kind]]
             yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
 
-    def _prepare(self, programs: Iterable[Scenario]) -> str | None:
+    def _prepare(self, programs: Iterable[Scenario], jobs: int = 1) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did.
 
         A sequence that cannot be run at all leaves the others as they are. A float64 rung that cannot run what
@@ -342,7 +342,8 @@ class Auditor:
         """
         sequences = {sequence for program in programs for sequence in longest_sequences(program)}
         problem = None
-        for sequence in sorted(sequences, key=lambda sequence: (-len(sequence), sequence)):
+        ordered = sorted(sequences, key=lambda sequence: (-len(sequence), sequence))
+        for sequence in self.uncached.computed(ordered, jobs):
             try:
                 self._know(sequence)
             except SubjectError as error:

@@ -46,8 +46,8 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value.device not in self._generators:
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
         generator = self._generators[value.device]
-        draw = torch.rand(value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        moved = value * draw.mul_(2).sub_(1).mul_(self._unit).add_(1)
+        part = torch.empty_like(value).uniform_(-self._unit, self._unit, generator=generator)
+        moved = torch.addcmul(value, value, part)
         return torch.where(value.abs() < _FINITE, moved, value)
 
 

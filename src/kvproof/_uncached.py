@@ -8,16 +8,19 @@ among them.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvproof._compare import gap_between, judge_margin, largest
 from kvproof._errors import SubjectError
+from kvproof._forked import in_processes
 from kvproof._ledger import MarginVerdict
 from kvproof._numerics import NUM_SAMPLES, TOP_RUNG
 from kvproof._rounding import RandomRounding
@@ -29,6 +32,8 @@ from kvproof.subjects._base import at_the_seam
 Reference = Literal["literal", "one-pass"]
 
 Prefix = tuple[int, ...]
+#: Rows that were computed together: the tokens of the pass, and the position of the first row.
+_Block = tuple[Prefix, int]
 
 #: Up to this length the first sequence's rows are computed both ways at every prefix.
 CAUSALITY_LEN = 8
@@ -45,7 +50,7 @@ class Rung:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._blocks: OrderedDict[tuple[Prefix, int], Tensor] = OrderedDict()
+        self._blocks: OrderedDict[_Block, Tensor] = OrderedDict()
         row_bytes = subject.info.vocab_size * getattr(torch, subject.info.dtype).itemsize
         self._block_len = max(1, BLOCK_BYTES // row_bytes)
 
@@ -67,10 +72,32 @@ class Rung:
         rows = self.subject.rows(ids, keep=range(start, start + num_rows))
         if num_rows < len(ids):
             rows = rows.clone()  # a view would hold the memory of the rows that were not asked for
+        self._keep(key, rows)
+        return rows
+
+    def _keep(self, key: _Block, rows: Tensor) -> None:
         self._blocks[key] = rows
         while len(self._blocks) > 1 and sum(map(_num_bytes, self._blocks.values())) > KEPT_BYTES:
             self._blocks.popitem(last=False)
-        return rows
+
+    def computed_since(self, known: Collection[_Block]) -> dict[_Block, NDArray[np.uint8]]:
+        """Return the bytes of the blocks that are kept beyond those known, fit to be sent to another process."""
+        return {
+            key: rows.contiguous().view(torch.uint8).numpy()
+            for key, rows in self._blocks.items()
+            if key not in known
+        }
+
+    def take(self, blocks: Mapping[_Block, NDArray[np.uint8]]) -> None:
+        """Keep blocks that another process has computed."""
+        dtype = getattr(torch, self.subject.info.dtype)
+        for key, rows in blocks.items():
+            self._keep(key, torch.from_numpy(rows).view(dtype))
+
+    @property
+    def blocks(self) -> frozenset[_Block]:
+        """Which blocks are kept."""
+        return frozenset(self._blocks)
 
 
 def _num_bytes(value: Tensor) -> int:
@@ -143,11 +170,33 @@ class Uncached:
             self._sequences.append(sequence)
             num_measured = len(self.both_ways)
             try:
-                self._measure(sequence)
+                self._measure(sequence, is_first=len(self._sequences) == 1)
             except SubjectError:
                 self._sequences.remove(sequence)
                 del self.both_ways[num_measured:]
                 raise
+
+    def computed(self, sequences: Sequence[Prefix], jobs: int) -> Iterator[Prefix]:
+        """Yield sequences, the longest first, each with the rows computed that `know` will ask for.
+
+        So many processes compute them; one computes none, for `know` will. What raises there raises again here.
+        """
+        longer = {s: sequences[:place] for place, s in enumerate(sequences)}
+        alone = [s for s in sequences if not any(o[: len(s)] == s for o in (*self._sequences, *longer[s]))]
+        is_first = not self._sequences
+
+        def work(number: int) -> list[dict[_Block, NDArray[np.uint8]]]:
+            known = [rung.blocks for rung in self.rungs]
+            with suppress(SubjectError):
+                self._measure(alone[number], is_first=is_first and number == 0)
+            return [rung.computed_since(blocks) for rung, blocks in zip(self.rungs, known, strict=True)]
+
+        found = in_processes(work, len(alone), jobs) if jobs > 1 else None
+        for sequence in sequences:
+            if found is not None and sequence in alone:
+                for rung, blocks in zip(self.rungs, next(found), strict=False):  # the top rung may be given up
+                    rung.take(blocks)
+            yield sequence
 
     def row(self, prefix: Prefix, *, top: bool = False) -> Tensor:
         """Return the uncached row (vocab,) that follows a prefix, in the declared dtype or in float64."""
@@ -214,12 +263,12 @@ class Uncached:
         """Return the known sequence that starts with a prefix."""
         return next((s for s in self._sequences if s[: len(prefix)] == prefix), None)
 
-    def _measure(self, sequence: Prefix) -> None:
+    def _measure(self, sequence: Prefix, *, is_first: bool) -> None:
         """Hold both uncached ways against each other at the spots, and both against float64 everywhere."""
         num_more = len(sequence) + 1 - len(self._noise)
         for known in (self._noise, self._top_noise, self._errors):
             known += [known[-1]] * num_more
-        spots = self._spots(len(sequence))
+        spots = self._spots(len(sequence), is_first=is_first)
         try:
             for length in range(1, len(sequence) + 1):
                 if length in spots:
@@ -232,11 +281,11 @@ class Uncached:
                 _running, (self._noise, self._top_noise, self._errors)
             )
 
-    def _spots(self, length: int) -> set[int]:
+    def _spots(self, length: int, *, is_first: bool) -> set[int]:
         """Return the lengths at which both ways are computed; at the whole length they are one and the same."""
         if self.reference == "literal":
             return set(range(1, length + 1))
-        proof = CAUSALITY_LEN if len(self._sequences) == 1 else 2
+        proof = CAUSALITY_LEN if is_first else 2
         windows = self.declared.subject.boundaries.windows
         around = {window + more for window in windows for more in (0, 1, window, window + 1)}
         return {spot for spot in {*range(1, proof + 1), length // 2, *around} if 0 < spot < length}

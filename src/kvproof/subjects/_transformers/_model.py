@@ -47,8 +47,12 @@ class TransformersSubject(Subject):
         seed: int | None = None,
         tokenizer: Tokenizer | None = None,
         true_float64: bool = True,
+        digest: str | None = None,
     ) -> None:
-        """Without ``true_float64``, a float64 model computes in float32 wherever it asks for that by name."""
+        """Without ``true_float64``, a float64 model computes in float32 wherever it asks for that by name.
+
+        ``digest`` is that of the weights that a cast model was made from, which takes a second of each gigabyte.
+        """
         self._true_float64 = true_float64 and model.dtype is torch.float64
         self.model = model.eval().requires_grad_(False)
         if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -78,7 +82,7 @@ class TransformersSubject(Subject):
         self._no_generate = _generate.why_not(model)
         self._info = SubjectInfo(
             name=name,
-            digest=weights_digest(model),
+            digest=digest or weights_digest(model),
             mode="train" if model.training else "eval",
             dtype=str(model.dtype).removeprefix("torch."),
             num_layers=int(self.config.num_hidden_layers),
@@ -272,8 +276,10 @@ class TransformersSubject(Subject):
         return (exact, names) if names else None
 
     def _cast(self, dtype: torch.dtype) -> "TransformersSubject":
-        model = copy.deepcopy(self.model).to(dtype)
-        return TransformersSubject(model, name=self._info.name, seed=self._seed, tokenizer=self._tokenizer)
+        model, info = copy.deepcopy(self.model).to(dtype), self._info
+        return TransformersSubject(
+            model, name=info.name, seed=self._seed, tokenizer=self._tokenizer, digest=info.digest
+        )
 
 
 class TransformersSession(Session):
