@@ -457,7 +457,11 @@ class Auditor:
     def _judged_rows(
         self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage
     ) -> Iterator[tuple[RowResult, Tensor | None]]:
-        """Run the cached path at the rungs in step; yield each row's result and its row at the top rung."""
+        """Run the cached path at the rungs in step; yield each row's result.
+
+        Its row at the top rung comes with the first of each verdict that is no pass: others are let go at once.
+        """
+        shown: set[Verdict] = set()
         runs = [
             # What the rungs do in step is counted once.
             run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage if first else None)
@@ -467,7 +471,10 @@ class Auditor:
             self.uncached.know(row.prefix for row in calls[0].rows)
             for rows in zip(*(call.rows for call in calls), strict=True):
                 top = rows[1].logits if len(rows) > 1 else None
-                yield self.judge.row(rows[0], top), top
+                result = self.judge.row(rows[0], top)
+                is_shown = not result.verdict.passes and result.verdict not in shown
+                shown.add(result.verdict)
+                yield result, top if is_shown else None
 
     def _four_ways(self, bad: RowResult, actual: Tensor | None) -> FourWays | None:
         if actual is None or bad.verdict is not Verdict.DIVERGED:

@@ -40,7 +40,7 @@ CAUSALITY_LEN = 8
 #: Random rounding is measured over a prefix and what follows it up to a multiple of this: it costs many passes.
 SAMPLED_LEN = 16
 #: Rows are computed in blocks of at most this many bytes …
-BLOCK_BYTES = 2**26
+BLOCK_BYTES = 2**27
 #: … of which no more than this is kept, for each rung.
 KEPT_BYTES = 2**28
 

@@ -1,5 +1,6 @@
 """The uncached rows: two ways to them, kept in blocks, and what is known of a decoder that raises."""
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,6 +20,8 @@ from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
 
 Reference = Literal["literal", "one-pass"]
+
+needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
 
 VOCABULARY = 16
 CONFIG = DecoderConfig(num_layers=2, num_heads=2, head_dim=4, mlp_width=8, context_len=40, vocab_size=VOCABULARY)
@@ -81,6 +84,53 @@ def test_a_literal_row_comes_from_the_forward_over_exactly_its_prefix(watched: W
     uncached.row(IDS[:4])
     uncached.row((3, 3))
     assert watched.forwards == [((3, 3), range(1, 2))], "what is known is not computed again"
+
+
+def ids_of(*lengths: int) -> list[tuple[int, ...]]:
+    return [tuple((start + 7 * i) % VOCABULARY for i in range(n)) for start, n in enumerate(lengths)]
+
+
+@needs_fork
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_other_processes_computed_is_what_this_one_would_have(watched: Watched, dtype: torch.dtype):
+    """Rows and all that is measured by them; what is known by then is not computed again."""
+    sequences = [*ids_of(30, 20, 9), IDS[:4]]
+    subject = watched if dtype is torch.float32 else watched._cast(dtype)
+    alone, helped = Uncached(subject, "one-pass"), Uncached(subject, "one-pass")
+    alone.know(sequences)
+    subject.forwards.clear()
+    for sequence in helped.computed(sequences, jobs=2):
+        helped.know([sequence])
+    assert subject.forwards == []
+    assert helped.both_ways == alone.both_ways
+    for length in range(1, 31):
+        row = helped.row(sequences[0][:length]), alone.row(sequences[0][:length])
+        assert torch.equal(*row), length
+        for known in ("noise", "top_noise", "error"):
+            assert getattr(helped, known)(length) == getattr(alone, known)(length)
+
+
+@needs_fork
+def test_what_raised_in_another_process_raises_where_it_is_asked_for(watched: Watched):
+    sequences = ids_of(20, 9)
+    watched.broken = {(torch.float32, 20)}
+    uncached = Uncached(watched, "one-pass")
+    first, second = uncached.computed(sequences, jobs=2)
+    with pytest.raises(SubjectError, match="no kernel for 20 tokens"):
+        uncached.know([first])
+    uncached.know([second])
+    assert uncached.noise(9) >= 0
+
+
+@needs_fork
+def test_a_sequence_that_another_starts_with_is_not_computed_apart(watched: Watched):
+    uncached = Uncached(watched, "one-pass")
+    sequences = [IDS, IDS[:12], IDS[:5]]
+    assert list(uncached.computed(sequences, jobs=2)) == sequences
+    whole = [key for key in uncached.declared.blocks if len(key[0]) == 12]
+    assert whole == []
+    uncached.know(sequences)
+    assert list(uncached.computed([IDS[:7]], jobs=2)) == [IDS[:7]]
 
 
 def in_blocks(monkeypatch: pytest.MonkeyPatch, block_len: int, num_blocks: int) -> int:
