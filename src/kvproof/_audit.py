@@ -15,6 +15,7 @@ from kvproof._forked import check_jobs, default_jobs, in_processes
 from kvproof._judging import RowJudge
 from kvproof._localise import Localisation, localise
 from kvproof._machine import environment
+from kvproof._near_ties import decided
 from kvproof._numerics import CONSTANTS, STRUCTURAL_FLOOR, TABLE_UNITS, declared_tolerance, structural_limit
 from kvproof._programs import Coverage, run_program
 from kvproof._prompts import DEFAULT_LENGTH, programs_for
@@ -235,6 +236,7 @@ class Auditor:
             coverage = Coverage()
             try:
                 judged = self._excused(self._judged(program, fault, coverage), program, fault)
+                judged = self._chosen(judged, program, fault)
             except SubjectError as error:
                 reason = str(error)
                 break
@@ -444,6 +446,13 @@ class Auditor:
         others = f" and {len(names) - 1} other tables" if len(names) > 1 else ""
         why = f"the float64 gap goes away once {names[0]}{others} are computed in float64"
         return [(self.judge.without_tables(row, why) if row in small else row, top) for row, top in judged]
+
+    def _chosen(
+        self, judged: list[tuple[RowResult, Tensor | None]], program: Scenario, fault: Fault | None
+    ) -> list[tuple[RowResult, Tensor | None]]:
+        """Judge rows anew that hang on a discrete choice."""
+        rows = decided(self.uncached, self.judge, program, fault, [row for row, _ in judged])
+        return [(row, top) for row, (_, top) in zip(rows, judged, strict=True)]
 
     def _agrees(self, rung: Rung, program: Scenario, fault: Fault | None) -> bool:
         """Run a program at one float64 rung and say whether every row is the uncached one."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
@@ -54,7 +54,7 @@ class TrueFloat64(TorchFunctionMode):
         if func in _CASTS:
             return args[0].to(torch.float64)
         if func in _TOP_K and "out" not in kwargs:
-            return _stable_top_k(*args, **kwargs)
+            return stable_top_k(*args, **kwargs)
         for value in args:  # a loop: this runs for every operation of every forward
             if type(value) in _NAMES_TYPES:
                 args = tuple(map(_raised, args))
@@ -64,10 +64,14 @@ class TrueFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _stable_top_k(
+def stable_top_k(
     input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the top k, the lowest index first among equal ones."""
+    """Return the top k, the lowest index first among equal ones; another mode sees it as one torch function."""
+    if has_torch_function_unary(input):
+        rest = (k, dim, largest, sorted)
+        found: tuple[Tensor, Tensor] = handle_torch_function(stable_top_k, (input,), input, *rest)
+        return found
     values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
     kept = (values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous())
     return torch.return_types.topk(kept)

@@ -101,6 +101,33 @@ class RowJudge:
             expected=None,
         )
 
+    def as_chosen(self, row: RowResult, logits: Tensor, *, why: str, may_be_rounding: bool) -> RowResult:
+        """Judge a row again by logits with the uncached path's choices, as all that it is held to has them.
+
+        ``why`` says what the cached path chose otherwise, if it did. A choice that no rounding decides is a bug.
+        """
+        truth = self.uncached.as_chosen(self.uncached.home(row.ids), len(row.ids))
+        evidence = Evidence(
+            gap=gap_between(self.uncached.row(row.ids), logits).size,
+            allowed=row.allowed,
+            noise=row.noise,
+            top_gap=row.top_gap,
+            top_noise=row.top_noise,
+            top_scale=row.scale,
+            uncached_error=row.uncached_error,
+            cached_error=gap_between(truth, logits).size,
+        )
+        if evidence.hangs_on_sampling:
+            sampled = self.uncached.sampled_error(row.ids, as_chosen=True)
+            evidence = dataclasses.replace(evidence, sampled_error=sampled)
+        verdict, reason = judge(evidence)
+        if not may_be_rounding:
+            verdict, reason = Verdict.DIVERGED, f"{why}: no rounding decides that"
+        elif why:
+            verdict = Verdict.ROUNDING if verdict.passes else verdict
+            reason = f"{why}; with the uncached path's choices {reason}"
+        return dataclasses.replace(row, verdict=verdict, reason=reason, sampled_error=evidence.sampled_error)
+
     def without_tables(self, row: RowResult, why: str) -> RowResult:
         """Judge a row again as if its float64 gap were none: what is left is the declared dtype's own."""
         evidence = Evidence(

@@ -7,6 +7,7 @@ against each other: at every prefix where rows are literal; else at every prefix
 among them.
 """
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvproof._compare import gap_between, judge_margin, largest
+from kvproof._discrete import Choice, Choices
 from kvproof._errors import SubjectError
 from kvproof._forked import in_processes
 from kvproof._ledger import MarginVerdict
@@ -146,7 +148,9 @@ class Uncached:
         self._noise: list[float] = [0.0]
         self._top_noise: list[float] = [0.0]
         self._errors: list[float] = [0.0]
-        self._sampled: dict[Prefix, list[float]] = {}
+        self._sampled: dict[tuple[Prefix, bool], list[float]] = {}
+        self._choices: dict[Prefix, list[Choice | None]] = {}
+        self._as_chosen: Rung | None = None
         self._exact: tuple[Rung, tuple[str, ...]] | None = None
         self._tried_tables = False
 
@@ -216,21 +220,55 @@ class Uncached:
         """Return the uncached path's largest error against float64 at this length or a shorter one."""
         return self._errors[min(length, len(self._errors) - 1)]
 
-    def sampled_error(self, prefix: Prefix) -> float:
-        """Return how far random rounding in the declared dtype moves this row or a shorter one from float64."""
+    def sampled_error(self, prefix: Prefix, *, as_chosen: bool = False) -> float:
+        """Return how far random rounding in the declared dtype moves this row or a shorter one from float64.
+
+        With ``as_chosen`` it moves no discrete choice: all take what the pass in the declared dtype takes.
+        """
         assert self.top is not None
         home = (self._home(prefix) or prefix)[: -(-len(prefix) // SAMPLED_LEN) * SAMPLED_LEN]
-        if home not in self._sampled:
+        if (home, as_chosen) not in self._sampled:
+            taken = self._taken(home) if as_chosen else ()
             errors = [0.0] * (len(home) + 1)
             for seed in range(int(NUM_SAMPLES.value)):
                 moved, rounding = Rung(self.top.subject), RandomRounding(self._dtype, seed)
                 for length in range(1, len(home) + 1):
-                    with rounding:
+                    with Choices(taken), rounding:
                         row = moved.one_pass(home, length)
-                    own = gap_between(self.row(home[:length], top=True), row).size
-                    errors[length] = largest((own, errors[length]))
-            self._sampled[home] = _running(errors)
-        return self._sampled[home][len(prefix)]
+                    true = self.as_chosen(home, length) if as_chosen else self.row(home[:length], top=True)
+                    errors[length] = largest((gap_between(true, row).size, errors[length]))
+            self._sampled[home, as_chosen] = _running(errors)
+        return self._sampled[home, as_chosen][len(prefix)]
+
+    def choices(self, ids: Prefix) -> list[Choice | None]:
+        """Return what each top-k of the pass over these tokens takes in the declared dtype, among experts.
+
+        Each comes with its scores' error against float64, where what came before was chosen alike. None stands
+        for one whose candidates grow in number with the tokens: those are keys.
+        """
+        if ids not in self._choices:
+            assert self.top is not None
+            made = _choices_of(self.declared, ids)
+            other = _choices_of(self.declared, ids[:-1] or ids * 2)
+            true = _choices_of(self.top, ids, [choice.taken for choice in made])
+            self._choices[ids] = [
+                dataclasses.replace(own, error=gap_between(exact.scores, own.scores).size)
+                if own.scores.shape[1] == another.scores.shape[1]
+                else None
+                for own, another, exact in zip(made, other, true, strict=False)
+            ]
+        return self._choices[ids]
+
+    def as_chosen(self, ids: Prefix, length: int) -> Tensor:
+        """Return the float64 row after so many of these tokens, with the choices of the declared dtype's pass."""
+        assert self.top is not None
+        if self._as_chosen is None:
+            self._as_chosen = Rung(self.top.subject)
+        with Choices(self._taken(ids)):
+            return self._as_chosen.one_pass(ids, length)
+
+    def _taken(self, ids: Prefix) -> list[Tensor | None]:
+        return [None if choice is None else choice.taken for choice in self.choices(ids)]
 
     def exact_tables(self) -> tuple[Rung, tuple[str, ...]] | None:
         """Return the top rung with tables computed anew in float64, and which; None where that cannot be had.
@@ -253,6 +291,10 @@ class Uncached:
         """Return the uncached row (vocab,) that follows a prefix, computed by a rung."""
         home = self._home(prefix) if self.reference == "one-pass" else None
         return rung.literal(prefix) if home is None else rung.one_pass(home, len(prefix))
+
+    def home(self, prefix: Prefix) -> Prefix:
+        """Return the tokens of the pass that a prefix's row is taken from."""
+        return (self._home(prefix) if self.reference == "one-pass" else None) or prefix
 
     def continuation(self, prefix: Prefix) -> Prefix | None:
         """Return a known sequence that goes on after a prefix."""
@@ -317,6 +359,13 @@ class Uncached:
                 margin_verdict=margin_verdict,
             )
         )
+
+
+def _choices_of(rung: Rung, ids: Prefix, forced: Sequence[Tensor | None] = ()) -> list[Choice]:
+    choices = Choices(forced)
+    with choices:
+        rung.subject.rows(ids, keep=range(len(ids) - 1, len(ids)))
+    return choices.made
 
 
 def _running(values: Sequence[float]) -> list[float]:

@@ -50,14 +50,13 @@ def beams(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
 
 def branches(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     """Continue one prompt twice."""
-    turns = _turns(a[position : position + 2], b[position : position + 2])
-    return _program("fork", [*_fed(a[:position]), Fork(), *turns], Ability.FORK)
+    return _program("fork", [*_fed(a[:position]), Fork(), *_turns(a, b, position)], Ability.FORK)
 
 
 def requests(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
-    """Run two requests in turns; the second is short, whatever the first."""
-    prompts = [*_fed(a[:position]), Extend(ids=(tuple(b[:2]),), session=1)]
-    return _program("two requests", [Open(), *prompts, *_turns(a[position : position + 2], b[2:4])])
+    """Run two requests in turns."""
+    prompts = [*_fed(a[:position]), Extend(ids=(tuple(b[:position]),), session=1)]
+    return _program("two requests", [Open(), *prompts, *_turns(a, b, position)])
 
 
 def reuse(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
@@ -89,10 +88,10 @@ def _each(ids: Sequence[int]) -> list[Sequence[int]]:
     return [(token,) for token in ids]
 
 
-def _turns(a: Sequence[int], b: Sequence[int]) -> list[Operation]:
+def _turns(a: Sequence[int], b: Sequence[int], position: int) -> list[Operation]:
     """Step both sessions in turns; the second takes other tokens, so that what leaks from it shows."""
     turns: list[Operation] = []
-    for own, other in zip(a, b, strict=True):
+    for own, other in zip(a[position : position + 2], b[position : position + 2], strict=True):
         turns += [Extend(ids=((own,),)), Extend(ids=((other,),), session=1)]
     return turns
 
