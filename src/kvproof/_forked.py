@@ -5,8 +5,10 @@ long with two threads as with one, while two processes take as many steps each a
 """
 
 import os
+import pickle
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,8 +34,8 @@ def in_processes(work: Callable[[int], R], num: int, jobs: int = 1) -> Iterator[
 
     One process is this one, and computes each result when it is asked for. More are forked, with one torch
     thread each, when the first is asked for: they start from what this process knows then, and what they learn
-    stays theirs but for the result, which must be picklable. What ``work`` raises is raised here in its turn.
-    Ending the iteration ends them, at once if it is ended early.
+    stays theirs but for the result, which must be picklable. What ``work`` raises is raised here in its turn, with
+    its traceback as a note. Ending the iteration ends them, at once if it is ended early.
 
     Raises `UsageError` where the system cannot fork or what this process holds must not be forked, and
     `KvproofError` when a process dies.
@@ -142,8 +144,14 @@ def _serve(work: Callable[[int], Any], pipe: Pipe, parent: int) -> None:
             try:
                 result = (number, False, work(number))
             except Exception as error:
+                error.add_note(f"in a forked process:\n{traceback.format_exc()}")  # its cause is lost on the way
                 result = (number, True, error)
-            pipe.send(result)
+            try:
+                pipe.send(result)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                what = "raised" if result[1] else "computed"
+                problem = f"what a forked process {what} cannot be sent to this one: {error}"
+                pipe.send((number, True, KvproofError(problem)))
 
 
 def _end_with(parent: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import kvproof
 from kvproof import UsageError
-from kvproof._errors import ContextError, KvproofError
+from kvproof._errors import ContextError, KvproofError, SubjectError
 from kvproof._forked import in_processes
 from kvproof._machine import threads
 from kvproof.reference import Checkpoint
@@ -61,6 +61,48 @@ def test_what_is_raised_is_raised_in_its_turn_and_ends_the_others():
         next(results)
     assert not active_children()
     assert time.monotonic() - start < 30
+
+
+@needs_fork
+def test_the_cause_of_what_is_raised_comes_along_as_a_note():
+    def work(number: int) -> int:
+        try:
+            return [1, 2][number + 1]
+        except IndexError as error:
+            raise SubjectError("the decoder raised IndexError") from error
+
+    results = in_processes(work, 2, 2)
+    assert next(results) == 2
+    with pytest.raises(SubjectError, match="the decoder raised IndexError") as raised:
+        next(results)
+    assert str(raised.value) == "the decoder raised IndexError"
+    (note,) = raised.value.__notes__
+    assert "in a forked process:" in note
+    assert "return [1, 2][number + 1]" in note
+    assert "IndexError: list index out of range" in note
+
+
+@needs_fork
+def test_a_result_that_cannot_be_sent_is_an_error_that_says_so():
+    class Unsendable(Exception):
+        pass
+
+    def work(number: int) -> object:
+        if number == 2:
+            raise Unsendable("no")
+        return (lambda: 1) if number else 0
+
+    results = in_processes(work, 2, 2)
+    assert next(results) == 0
+    with pytest.raises(
+        KvproofError, match=r"what a forked process computed cannot be sent to this one: .*lambda"
+    ):
+        next(results)
+    with pytest.raises(
+        KvproofError, match=r"what a forked process raised cannot be sent to this one: .*Unsendable"
+    ):
+        list(in_processes(lambda number: work(number + 2), 2, 2))
+    assert not active_children()
 
 
 @needs_fork
