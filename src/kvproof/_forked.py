@@ -34,8 +34,8 @@ def in_processes(work: Callable[[int], R], num: int, jobs: int = 1) -> Iterator[
 
     One process is this one, and computes each result when it is asked for. More are forked, with one torch
     thread each, when the first is asked for: they start from what this process knows then, and what they learn
-    stays theirs but for the result, which must be picklable. What ``work`` raises is raised here in its turn, with
-    its traceback as a note. Ending the iteration ends them, at once if it is ended early.
+    stays theirs but for the result, which must be picklable. What ``work`` raises is raised here in its turn,
+    with its traceback as a note. Ending the iteration ends them, at once if it is ended early.
 
     Raises `UsageError` where the system cannot fork or what this process holds must not be forked, and
     `KvproofError` when a process dies.

@@ -110,11 +110,11 @@ class RowJudge:
         evidence = Evidence(
             gap=gap_between(self.uncached.row(row.ids), logits).size,
             allowed=row.allowed,
-            noise=row.noise,
+            noise=0.0,  # what two uncached ways differ by holds choices too
             top_gap=row.top_gap,
             top_noise=row.top_noise,
             top_scale=row.scale,
-            uncached_error=row.uncached_error,
+            uncached_error=self.uncached.error_as_chosen(row.ids),
             cached_error=gap_between(truth, logits).size,
         )
         if evidence.hangs_on_sampling:
@@ -126,7 +126,14 @@ class RowJudge:
         elif why:
             verdict = Verdict.ROUNDING if verdict.passes else verdict
             reason = f"{why}; with the uncached path's choices {reason}"
-        return dataclasses.replace(row, verdict=verdict, reason=reason, sampled_error=evidence.sampled_error)
+        return dataclasses.replace(
+            row,
+            verdict=verdict,
+            reason=reason,
+            uncached_error=evidence.uncached_error,
+            cached_error=evidence.cached_error,
+            sampled_error=evidence.sampled_error,
+        )
 
     def without_tables(self, row: RowResult, why: str) -> RowResult:
         """Judge a row again as if its float64 gap were none: what is left is the declared dtype's own."""

@@ -1,9 +1,10 @@
 """Rows that rounding moved far because a discrete choice fell the other way, and rows that only look so.
 
 In a low dtype a near-tie of two experts may be decided by rounding, and the row after it moves by a large part
-of its scale. Random rounding decides it now and then too, and would excuse as much of a bug in the same row. So
-where a model takes experts, a row that hangs on random rounding is judged again with every choice as the uncached
-path makes it, in the samples and in float64. Where the cached path took others, the row is excused only if
+of its scale. The uncached path's own error then holds such a move too, and so may random rounding: either would
+excuse as much of a bug. So where a model takes experts, a row that rounding is to explain must be explained with
+every choice as the uncached path makes it: in float64, in its error and in the samples. Where the cached path
+took others, the row is excused only if
 
 - by the uncached path's scores what was taken and what was left differ by no more than rounding moves scores; and
 - the program, run again with the uncached path's choices, gives a row that rounding explains.
@@ -13,6 +14,7 @@ sparse attention takes of them is not forced. Rows of ``generate()`` stay with r
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +23,9 @@ from torch import Tensor
 from kvproof._calls import Layout, Token
 from kvproof._discrete import Choice, Choices
 from kvproof._judging import RowJudge
-from kvproof._numerics import ROUNDING_FACTOR
+from kvproof._numerics import ROUNDING_FACTOR, structural_limit
 from kvproof._programs import Call, run_program
-from kvproof._report import RowResult
+from kvproof._report import RowResult, Verdict
 from kvproof._uncached import Prefix, Uncached
 from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import Generate, Scenario
@@ -56,9 +58,10 @@ class Flip:
 def decided(
     uncached: Uncached, judge: RowJudge, program: Scenario, fault: Fault | None, rows: Sequence[RowResult]
 ) -> list[RowResult]:
-    """Return a program's rows, those judged anew that hang on random rounding in a model that takes experts."""
-    hanging = [number for number, row in enumerate(rows) if row.sampled_error is not None]
-    if not hanging or any(isinstance(operation, Generate) for operation in program.operations):
+    """Return a program's rows, those judged anew that a choice of experts may have moved."""
+    through_generate = any(isinstance(operation, Generate) for operation in program.operations)
+    hanging = [n for n, row in enumerate(rows) if not through_generate and _is_in_doubt(uncached, row)]
+    if not hanging:
         return list(rows)
     alike = _Alike(uncached, program, fault)
     if not alike.chooses:
@@ -73,6 +76,19 @@ def decided(
         why = "" if shown is None else str(shown)
         result[number] = judge.as_chosen(rows[number], logits[number], why=why, may_be_rounding=wide is None)
     return result
+
+
+def _is_in_doubt(uncached: Uncached, row: RowResult) -> bool:
+    """Return whether a choice may have moved a row: its error is more than the same choices explain."""
+    if row.verdict not in (Verdict.ROUNDING, Verdict.DIVERGED) or not math.isfinite(row.gap):
+        return False
+    if row.top_gap is None or row.top_noise is None or row.cached_error is None:
+        return False
+    if row.top_gap > structural_limit(row.top_noise, row.scale):
+        return False  # what float64 shows is no matter of choice
+    if not any(choice is not None for choice in uncached.choices(uncached.home(row.ids))):
+        return False
+    return not row.cached_error <= ROUNDING_FACTOR.value * uncached.error_as_chosen(row.ids)
 
 
 @dataclass(frozen=True, slots=True)

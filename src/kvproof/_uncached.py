@@ -150,7 +150,9 @@ class Uncached:
         self._errors: list[float] = [0.0]
         self._sampled: dict[tuple[Prefix, bool], list[float]] = {}
         self._choices: dict[Prefix, list[Choice | None]] = {}
+        self._no_choices = False
         self._as_chosen: Rung | None = None
+        self._errors_as_chosen: dict[Prefix, list[float]] = {}
         self._exact: tuple[Rung, tuple[str, ...]] | None = None
         self._tried_tables = False
 
@@ -246,11 +248,14 @@ class Uncached:
         Each comes with its scores' error against float64, where what came before was chosen alike. None stands
         for one whose candidates grow in number with the tokens: those are keys.
         """
+        if self._no_choices:
+            return []
         if ids not in self._choices:
             assert self.top is not None
             made = _choices_of(self.declared, ids)
-            other = _choices_of(self.declared, ids[:-1] or ids * 2)
-            true = _choices_of(self.top, ids, [choice.taken for choice in made])
+            self._no_choices = not made
+            other = _choices_of(self.declared, ids[:-1] or ids * 2) if made else []
+            true = _choices_of(self.top, ids, [choice.taken for choice in made]) if made else []
             self._choices[ids] = [
                 dataclasses.replace(own, error=gap_between(exact.scores, own.scores).size)
                 if own.scores.shape[1] == another.scores.shape[1]
@@ -258,6 +263,15 @@ class Uncached:
                 for own, another, exact in zip(made, other, true, strict=False)
             ]
         return self._choices[ids]
+
+    def error_as_chosen(self, prefix: Prefix) -> float:
+        """Return the uncached path's largest error up to this row, against float64 with the same choices."""
+        home = self.home(prefix)
+        if home not in self._errors_as_chosen:
+            lengths = range(1, len(home) + 1)
+            rows = ((self.as_chosen(home, length), self.row(home[:length])) for length in lengths)
+            self._errors_as_chosen[home] = _running([0.0, *(gap_between(true, own).size for true, own in rows)])
+        return self._errors_as_chosen[home][len(prefix)]
 
     def as_chosen(self, ids: Prefix, length: int) -> Tensor:
         """Return the float64 row after so many of these tokens, with the choices of the declared dtype's pass."""
