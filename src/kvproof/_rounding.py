@@ -5,9 +5,13 @@ row itself is badly conditioned: a norm over almost equal values, or two experts
 Monte Carlo arithmetic (D. S. Parker, 1997) tells: the uncached path runs in float64 with every result moved
 by a random part of what the dtype would round it by, a few times, and the row's spread is what its rounding
 costs.
+
+A norm that subtracts a mean is one operation to torch, and rounds inside: where a row's entries are almost equal,
+what it rounds its mean by is much of what it gives, and no change of its input or its result is like it. So such
+norms are computed in parts here, and each part is moved.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +39,8 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation and move what it computed; views and writes in place are left alone."""
+        if func in _IN_PARTS:
+            return _IN_PARTS[func](self._moved, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return result
@@ -57,3 +63,56 @@ def _mapped(move: Callable[[Tensor], Tensor], result: Any) -> Any:
     if isinstance(result, tuple | list):
         return type(result)(_mapped(move, item) for item in result)
     return result
+
+
+def _layer_norm(
+    move: Callable[[Tensor], Tensor],
+    value: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``aten.native_layer_norm`` does: the result, the mean and the reciprocal deviation."""
+    centred, mean, rstd = _centred(move, value, tuple(range(-len(shape), 0)), eps)
+    return _affine(move, move(centred * rstd), weight, bias), mean, rstd
+
+
+def _group_norm(
+    move: Callable[[Tensor], Tensor],
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    channels: int,
+    size: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``aten.native_group_norm`` does: the result, the mean and the reciprocal deviation."""
+    centred, mean, rstd = _centred(move, value.reshape(batch, groups, channels // groups * size), (-1,), eps)
+    normed = move(centred * rstd).reshape(value.shape)
+    over_channels = (1, channels, *(1,) * (value.dim() - 2))
+    weight, bias = (part if part is None else part.view(over_channels) for part in (weight, bias))
+    return _affine(move, normed, weight, bias), mean[..., 0], rstd[..., 0]
+
+
+def _centred(
+    move: Callable[[Tensor], Tensor], value: Tensor, axes: tuple[int, ...], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = move(value.mean(axes, keepdim=True))
+    centred = move(value - mean)
+    return centred, mean, move(torch.rsqrt(move(centred.square().mean(axes, keepdim=True)) + eps))
+
+
+def _affine(
+    move: Callable[[Tensor], Tensor], value: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    value = value if weight is None else move(value * weight)
+    return value if bias is None else move(value + bias)
+
+
+_IN_PARTS: dict[Any, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    torch.ops.aten.native_layer_norm.default: _layer_norm,
+    torch.ops.aten.native_group_norm.default: _group_norm,
+}

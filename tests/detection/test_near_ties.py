@@ -1,6 +1,8 @@
 """A choice of experts that rounding decides is excused; any other is a bug, and so is a bug beside a near-tie."""
 
+import itertools
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -25,12 +27,9 @@ ROUTED = (TIED_AT, Site(Stage.MLP_OUT, 1))
 #: Past the prefixes at which the uncached path is computed both ways: there noise would be as large as a flip.
 TIED = 9
 #: A lead that rounding cannot be told from, of scores around 20, and what turns it round.
-NEAR, TURN = 3e-7, 1e-5
-#: Of the 22 in 40 in which float32 is led by the same expert as float64, where they were tried. With
-#: the last three the second layer of the cached path takes other experts too.
-SEEDS = (6, 7, 10, 32)
-#: And of those in which it is led by the other: there the uncached path's own error is as large as a choice.
-TURNED_SEEDS = (1, 5, 20, 38)
+NEAR, TURN = 3e-7, 3e-5
+#: So many decoders of each kind are tried; which seeds give them hangs on how the machine rounds.
+NUMBERS = range(4)
 
 
 class WithExperts(ReferenceSubject):
@@ -104,6 +103,24 @@ def with_experts(seed: int, margin: float, nudge: float = 0.0, *, low: bool = Fa
     return WithExperts(random_subject(CONFIG, seed=seed).checkpoint, margin, nudge, low=low)
 
 
+@cache
+def seeds(*, turned: bool) -> tuple[int, ...]:
+    """Return the first seeds at which float32 is led by expert 0, as float64 is, or is ``turned`` to expert 1.
+
+    Where it is turned, the uncached path's own error is as large as a choice.
+    """
+    found: list[int] = []
+    for seed in itertools.count():
+        choice, _ = Uncached(with_experts(seed, NEAR), "one-pass").choices(IDS)
+        assert choice is not None
+        first, second = choice.scores[TIED].tolist()
+        if (first < second) if turned else (first > second):
+            found.append(seed)
+        if len(found) == len(NUMBERS):
+            return tuple(found)
+    raise AssertionError("unreachable")
+
+
 def audited(subject: WithExperts, program: Scenario) -> ScenarioResult:
     report = audit(subject, [program], all_values=False)
     assert report.scenarios[0].verdict.passes
@@ -122,9 +139,10 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.name} {len(program.operations)}")
-def test_a_near_tie_that_falls_the_other_way_is_rounding_and_is_named(program: Scenario, seed: int):
+def test_a_near_tie_that_falls_the_other_way_is_rounding_and_is_named(program: Scenario, number: int):
+    seed = seeds(turned=False)[number]
     error = _error(with_experts(seed, NEAR))
     result = audited(with_experts(seed, NEAR, nudge=TURN), program)
     assert result.verdict is Verdict.ROUNDING
@@ -144,9 +162,10 @@ def _error(subject: WithExperts) -> float:
     return choice.error
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.name} {len(program.operations)}")
-def test_a_choice_that_no_rounding_decides_is_a_bug(program: Scenario, seed: int):
+def test_a_choice_that_no_rounding_decides_is_a_bug(program: Scenario, number: int):
+    seed = seeds(turned=False)[number]
     result = audited(with_experts(seed, 1e-3, nudge=2e-3), program)
     assert result.verdict is Verdict.DIVERGED
     (first, *_) = (row for row in result.rows if row.verdict is Verdict.DIVERGED)
@@ -154,10 +173,11 @@ def test_a_choice_that_no_rounding_decides_is_a_bug(program: Scenario, seed: int
     assert first.reason.endswith(": no rounding decides that")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("nudge", [0.0, TURN], ids=["the same choice", "the other choice"])
-def test_a_bug_beside_a_near_tie_is_not_excused_by_it(nudge: float, seed: int):
+def test_a_bug_beside_a_near_tie_is_not_excused_by_it(nudge: float, number: int):
     """Random rounding takes the other expert in some samples, and excused any bug that moves a row by less."""
+    seed = seeds(turned=False)[number]
     subject = with_experts(seed, NEAR, nudge, low=True)
     result = audited(subject, token_by_token(IDS))
     assert result.verdict is Verdict.DIVERGED
@@ -171,9 +191,10 @@ def test_a_bug_beside_a_near_tie_is_not_excused_by_it(nudge: float, seed: int):
     assert alike < free / 1000
 
 
-@pytest.mark.parametrize("seed", TURNED_SEEDS)
-def test_a_bug_is_not_excused_by_a_choice_that_the_uncached_path_makes_otherwise_than_float64(seed: int):
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_bug_is_not_excused_by_a_choice_that_the_uncached_path_makes_otherwise_than_float64(number: int):
     """Its own error held the move, and four times that was taken for rounding in every later row."""
+    seed = seeds(turned=True)[number]
     subject = with_experts(seed, NEAR, low=True)
     uncached = Uncached(subject, "one-pass")
     uncached.know([IDS])
@@ -186,7 +207,9 @@ def test_a_bug_is_not_excused_by_a_choice_that_the_uncached_path_makes_otherwise
     assert "look first at" in result.divergence.sentence
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *TURNED_SEEDS])
-def test_a_near_tie_alone_raises_no_alarm(seed: int):
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_near_tie_alone_raises_no_alarm(number: int, turned: bool):
+    seed = seeds(turned=turned)[number]
     for program in PROGRAMS:
         assert audited(with_experts(seed, NEAR), program).verdict.passes

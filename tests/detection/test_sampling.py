@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import Literal
 
 import pytest
 import torch
@@ -42,6 +43,42 @@ def test_a_healthy_decoder_with_a_badly_conditioned_row_raises_no_alarm(seed: in
     assert report.verdict.passes, report.summary
     for row in (row for result in report.scenarios for row in result.rows):
         assert row.sampled_error is None or row.verdict is Verdict.ROUNDING
+
+
+#: Layers, width of the MLP, vocabulary, seed and tokens. Of 1,500 decoders of width 2 these ten raised an alarm
+#: on the machine where they were tried, while a norm was moved as one operation: over two values it leaves their
+#: signs, which no change of what it is fed moves as what it rounds inside does.
+NORMS_OVER_TWO = (
+    (3, 13, 10, 2511, (0, 9, 2, 7, 9, 2, 3, 9)),
+    (3, 1, 17, 28994, (9, 0, 0, 9, 0, 1, 7, 16, 10, 11, 11, 2)),
+    (3, 8, 8, 60421, (0, 6, 7, 1, 4, 5, 0, 7, 4, 0, 2)),
+    (3, 12, 17, 61500, (7, 15, 5, 13, 9, 2, 14, 10, 4)),
+    (2, 16, 20, 78, (7, 1, 18, 13)),
+    (3, 1, 5, 51711, (3, 4, 3, 1, 4, 0, 0, 0, 3, 1, 3, 4)),
+    (2, 14, 15, 15576, (8, 2, 11, 2, 2)),
+    (2, 16, 21, 29196, (20, 17, 15, 20, 8, 19)),
+    (2, 9, 12, 10335, (11, 10, 0, 9, 8, 5, 0, 8, 3, 3, 8, 4)),
+    (2, 11, 16, 5490, (15, 3, 2, 6, 11, 12)),
+)
+
+
+@pytest.mark.parametrize("reference", ["literal", "one-pass"])
+@pytest.mark.parametrize("sizes", NORMS_OVER_TWO, ids=lambda sizes: str(sizes[3]))
+def test_a_healthy_decoder_whose_norms_go_over_two_values_raises_no_alarm(
+    sizes: tuple[int, int, int, int, tuple[int, ...]], reference: Literal["literal", "one-pass"]
+):
+    num_layers, mlp_width, vocab_size, seed, ids = sizes
+    config = DecoderConfig(
+        num_layers=num_layers,
+        num_heads=1,
+        head_dim=2,
+        mlp_width=mlp_width,
+        context_len=len(ids),
+        vocab_size=vocab_size,
+    )
+    subject = random_subject(config, seed)
+    report = audit(subject, [token_by_token(ids)], reference=reference, all_values=False)
+    assert report.verdict.passes, report.summary
 
 
 EXPLAINED = Evidence(
@@ -100,8 +137,9 @@ class LowInTheCache(ReferenceSubject):
 
 
 PRODUCTS = [Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_OUT, Stage.MLP_OUT]
-#: Of width 2, whose norms leave signs alone: bfloat16 in its query moves no row by more than float32 does.
-UNFELT = {(917, Stage.NEW_Q)}
+#: Of width 2, whose norms leave signs alone: bfloat16 in its query or key moves no row by more than twice what
+#: random rounding in float32 does.
+UNFELT = {(917, Stage.NEW_Q), (917, Stage.NEW_K)}
 BUGS = [(seed, stage) for seed in (1, *NEEDS_SAMPLES) for stage in PRODUCTS if (seed, stage) not in UNFELT]
 
 

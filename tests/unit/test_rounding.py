@@ -1,7 +1,10 @@
 """Random rounding: every result of an operation moves by at most what its dtype rounds it by."""
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,3 +148,58 @@ def test_the_caller_s_generator_is_not_touched():
     with RandomRounding(torch.float32, seed=0):
         VALUES.exp()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+#: Rows of two entries that differ by a tenth or less, far more than the norm's epsilon: it leaves their signs.
+NEARLY_EQUAL = torch.tensor([[1.1 * start, start] for start in (0.7, 1.3, 2.9, 5.3, 11.1)])
+NORMS = {
+    "layer norm": lambda rows, weight, bias: F.layer_norm(rows, (2,), weight, bias),
+    "layer norm without weights": lambda rows, weight, bias: F.layer_norm(rows, (2,)),
+    "group norm": lambda rows, weight, bias: F.group_norm(rows, 1, weight, bias),
+    "group norm of several groups": lambda rows, weight, bias: F.group_norm(
+        rows.reshape(1, -1, 1), len(rows), weight.repeat(len(rows)), bias.repeat(len(rows))
+    ).view(rows.shape),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_norm_is_moved_by_what_it_rounds_inside(norm):
+    """As one operation its result moves by half a unit, and float32's is off by many of them."""
+    given = (NEARLY_EQUAL, torch.tensor([0.7, -1.3]), torch.tensor([0.2, 0.4]))
+    in_float64 = tuple(value.double() for value in given)
+    exact = norm(*in_float64)
+    error = (norm(*given) - exact).abs().amax()
+    moved = exact.new_zeros(())
+    for seed in range(16):
+        with RandomRounding(torch.float32, seed):
+            result = norm(*in_float64)
+        moved = torch.maximum(moved, (result - exact).abs().amax())
+    assert error < 4 * moved
+    assert moved > 10 * half_unit(torch.float32)
+    assert moved < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (3, 6, 4), (2, 6, 2, 3)], ids=str)
+def test_a_norm_computed_in_parts_is_torch_s_own(shape: tuple[int, ...]):
+    generator = torch.Generator().manual_seed(0)
+    value, weight, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in (shape, (6,), (6,))
+    )
+    over = shape[1:]
+    wide, shift = (part.view(-1, *(1,) * (len(shape) - 2)).expand(over) for part in (weight, bias))
+
+    def norms() -> tuple[torch.Tensor, ...]:
+        return (
+            F.layer_norm(value, over, wide, shift, eps=0.1),
+            F.layer_norm(value, over[-1:]),
+            F.group_norm(value, 3, weight, bias, eps=0.1),
+            *torch.native_layer_norm(value, over, wide, None, 0.1),
+            *torch.native_group_norm(value, None, bias, shape[0], 6, math.prod(shape[2:]), 2, 0.1),
+        )
+
+    expected = norms()
+    with RandomRounding(torch.float32, seed=0):
+        moved = norms()
+    for theirs, ours in zip(expected, moved, strict=True):
+        assert not torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
