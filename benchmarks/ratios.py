@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import kvproof
-from kvproof._uncached import Rung, Uncached
+from kvproof._rung import Rung
+from kvproof._uncached import Uncached
 from kvproof.reference import Checkpoint, Decoder, DecoderConfig
 from kvproof.scenarios import token_by_token
 

@@ -33,9 +33,10 @@ from kvproof._report import (
     Verdict,
     worst,
 )
+from kvproof._rung import Rung
 from kvproof._spread import spreads_of
 from kvproof._suspect import four_ways
-from kvproof._uncached import Reference, Rung, Uncached
+from kvproof._uncached import Reference, Uncached
 from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
 from kvproof.subjects import Subject, as_subject, limits_of

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvproof._programs import Row
+from kvproof._rung import Prefix
 from kvproof._stages import OVER_SLOTS, Site, Stage
 from kvproof._trace import token_axis
-from kvproof._values import Prefix, Trace, UncachedRun, UncachedRuns
+from kvproof._values import Trace, UncachedRun, UncachedRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

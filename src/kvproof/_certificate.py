@@ -21,8 +21,9 @@ from kvproof._forked import in_processes
 from kvproof._localise import AgainstTheRun, compared, traced_calls
 from kvproof._programs import Row, run_program
 from kvproof._report import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
+from kvproof._rung import Prefix, Rung
 from kvproof._stages import Site, Stage
-from kvproof._uncached import Prefix, Rung, Uncached
+from kvproof._uncached import Uncached
 from kvproof._values import LiteralRuns, OnePassRuns, UncachedRuns
 from kvproof.faults import CatalogueFault, Ground, Place, Planting, catalogue, smallest, survey
 from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
@@ -183,7 +184,7 @@ class Certifier:
 
     def _gap(self, row: Row) -> float:
         """Return a row's gap, relative to its scale."""
-        gap = gap_between(self.runs.over(row.prefix).logits[len(row.prefix) - 1], row.logits)
+        gap = gap_between(self.runs.over(row.prefix).row(len(row.prefix)), row.logits)
         return gap.size / gap.scale if gap.scale else gap.size
 
     def _mutant(self, fault: CatalogueFault, place: Place) -> Mutant:

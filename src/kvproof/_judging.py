@@ -9,7 +9,8 @@ from kvproof._compare import Evidence, gap_between, judge, judge_margin
 from kvproof._numerics import STRUCTURAL_FLOOR
 from kvproof._programs import Row
 from kvproof._report import RowResult, Tolerance, Verdict
-from kvproof._uncached import BothWays, Prefix, Uncached
+from kvproof._rung import Prefix
+from kvproof._uncached import BothWays, Uncached
 from kvproof.subjects import Subject
 
 #: Rows of a vocabulary up to this size are kept in the report whole.

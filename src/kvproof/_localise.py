@@ -25,6 +25,7 @@ from kvproof._confirm import MOST_CAUSES, Cause, Confirmation, Rerun, Script, Sc
 from kvproof._numerics import POINTER_FACTOR, TOP_RUNG
 from kvproof._programs import Row, run_program
 from kvproof._report import Divergence
+from kvproof._rung import Prefix
 from kvproof._stages import (
     LIKELY_CONTRACT,
     OVER_SLOTS,
@@ -37,7 +38,7 @@ from kvproof._stages import (
     Stage,
 )
 from kvproof._trace import Recorder
-from kvproof._values import LiteralRuns, OnePassRuns, Prefix, Trace, UncachedRun, UncachedRuns
+from kvproof._values import LiteralRuns, OnePassRuns, Trace, UncachedRun, UncachedRuns
 from kvproof.faults import Fault, MakeTap, as_planting, no_fault
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Session, Subject

@@ -26,7 +26,8 @@ from kvproof._judging import RowJudge
 from kvproof._numerics import ROUNDING_FACTOR, structural_limit
 from kvproof._programs import Call, run_program
 from kvproof._report import RowResult, Verdict
-from kvproof._uncached import Prefix, Uncached
+from kvproof._rung import Prefix
+from kvproof._uncached import Uncached
 from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import Generate, Scenario
 

@@ -15,7 +15,7 @@ from kvproof._compare import gap_between
 from kvproof._errors import KvproofError
 from kvproof._numerics import STRUCTURAL_FLOOR
 from kvproof._programs import run_program
-from kvproof._uncached import Rung
+from kvproof._rung import Rung
 from kvproof.scenarios import Extend, Scenario, cost_of, is_legal, smaller
 from kvproof.subjects import Subject, limits_of
 

@@ -16,9 +16,10 @@ from kvproof._compare import gap_between, largest
 from kvproof._errors import SubjectError
 from kvproof._localise import origin_of, traced_calls
 from kvproof._report import ConsumedToken, Divergence, KeptSlot, Spread, SpreadSite
+from kvproof._rung import Prefix
 from kvproof._stages import OVER_SLOTS, Site, Stage
 from kvproof._uncached import Uncached
-from kvproof._values import LiteralRuns, OnePassRuns, Prefix, UncachedRun, UncachedRuns
+from kvproof._values import LiteralRuns, OnePassRuns, UncachedRun, UncachedRuns
 from kvproof.faults import Fault, no_fault
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Subject

@@ -12,7 +12,8 @@ from kvproof._compare import gap_between
 from kvproof._errors import KvproofError
 from kvproof._numerics import structural_limit
 from kvproof._report import FourWays
-from kvproof._uncached import Prefix, Uncached
+from kvproof._rung import Prefix
+from kvproof._uncached import Uncached
 from kvproof.subjects import Subject
 
 _LITERAL, _ONE_PASS, _FRESH, _STEPPING = "literal", "one-pass", "fresh cache, one call", "fresh cache, stepping"

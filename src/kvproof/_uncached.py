@@ -8,8 +8,7 @@ among them.
 """
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +25,7 @@ from kvproof._forked import in_processes
 from kvproof._ledger import MarginVerdict
 from kvproof._numerics import NUM_SAMPLES, TOP_RUNG
 from kvproof._rounding import RandomRounding
+from kvproof._rung import Block, Prefix, Rung
 from kvproof.scenarios import Ability
 from kvproof.subjects import Subject
 from kvproof.subjects._base import at_the_seam
@@ -33,77 +33,10 @@ from kvproof.subjects._base import at_the_seam
 #: How uncached rows are computed.
 Reference = Literal["literal", "one-pass"]
 
-Prefix = tuple[int, ...]
-#: Rows that were computed together: the tokens of the pass, and the position of the first row.
-_Block = tuple[Prefix, int]
-
 #: Up to this length the first sequence's rows are computed both ways at every prefix.
 CAUSALITY_LEN = 8
 #: Random rounding is measured over a prefix and what follows it up to a multiple of this: it costs many passes.
 SAMPLED_LEN = 16
-#: Rows are computed in blocks of at most this many bytes …
-BLOCK_BYTES = 2**27
-#: … of which no more than this is kept, for each rung.
-KEPT_BYTES = 2**28
-
-
-class Rung:
-    """The uncached rows of a subject in one dtype, computed in blocks and kept while there is room."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self._blocks: OrderedDict[_Block, Tensor] = OrderedDict()
-        row_bytes = subject.info.vocab_size * getattr(torch, subject.info.dtype).itemsize
-        self._block_len = max(1, BLOCK_BYTES // row_bytes)
-
-    def literal(self, prefix: Prefix) -> Tensor:
-        """Return the last row (vocab,) of the forward over exactly this prefix."""
-        return self._kept(prefix, len(prefix) - 1, 1)[0]
-
-    def one_pass(self, sequence: Prefix, length: int) -> Tensor:
-        """Return the row (vocab,) that follows the first ``length`` tokens in the pass over a sequence."""
-        block, place = divmod(length - 1, self._block_len)
-        start = block * self._block_len
-        return self._kept(sequence, start, min(self._block_len, len(sequence) - start))[place]
-
-    def _kept(self, ids: Prefix, start: int, num_rows: int) -> Tensor:
-        key = (ids, start)
-        if key in self._blocks and len(self._blocks[key]) >= num_rows:
-            self._blocks.move_to_end(key)
-            return self._blocks[key]
-        rows = self.subject.rows(ids, keep=range(start, start + num_rows))
-        if num_rows < len(ids):
-            rows = rows.clone()  # a view would hold the memory of the rows that were not asked for
-        self._keep(key, rows)
-        return rows
-
-    def _keep(self, key: _Block, rows: Tensor) -> None:
-        self._blocks[key] = rows
-        while len(self._blocks) > 1 and sum(map(_num_bytes, self._blocks.values())) > KEPT_BYTES:
-            self._blocks.popitem(last=False)
-
-    def computed_since(self, known: Collection[_Block]) -> dict[_Block, NDArray[np.uint8]]:
-        """Return the bytes of the blocks that are kept beyond those known, fit to be sent to another process."""
-        return {
-            key: rows.contiguous().view(torch.uint8).numpy()
-            for key, rows in self._blocks.items()
-            if key not in known
-        }
-
-    def take(self, blocks: Mapping[_Block, NDArray[np.uint8]]) -> None:
-        """Keep blocks that another process has computed."""
-        dtype = getattr(torch, self.subject.info.dtype)
-        for key, rows in blocks.items():
-            self._keep(key, torch.from_numpy(rows).view(dtype))
-
-    @property
-    def blocks(self) -> frozenset[_Block]:
-        """Which blocks are kept."""
-        return frozenset(self._blocks)
-
-
-def _num_bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +124,7 @@ class Uncached:
         alone = [s for s in sequences if not any(o[: len(s)] == s for o in (*self._sequences, *longer[s]))]
         is_first = not self._sequences
 
-        def work(number: int) -> list[dict[_Block, NDArray[np.uint8]]]:
+        def work(number: int) -> list[dict[Block, NDArray[np.uint8]]]:
             known = [rung.blocks for rung in self.rungs]
             with suppress(SubjectError):
                 self._measure(alone[number], is_first=is_first and number == 0)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kvproof._compare import gap_between, largest
 from kvproof._numerics import value_limit
+from kvproof._rung import Prefix, Rung
 from kvproof._stages import OVER_SLOTS, Site, Stage
 from kvproof._trace import Recorder, token_axis
 from kvproof.subjects import Subject
 
-Prefix = tuple[int, ...]
 Trace = dict[Site, Tensor]
 
 #: So many runs are kept whole at least: the rows of one call, and those one token shorter, for the noise.
@@ -27,19 +27,23 @@ KEPT_BYTES = 2**28
 
 
 class UncachedRun:
-    """Every value of one uncached run over ``ids``, and the noise at each site."""
+    """Every value of one uncached run over ``ids``, the noise at each site, and its rows in blocks."""
 
-    def __init__(self, ids: Prefix, values: Trace, logits: Tensor, noise: dict[Site, float]) -> None:
+    def __init__(self, ids: Prefix, values: Trace, rung: Rung, noise: dict[Site, float]) -> None:
         self.ids = ids
         self.values = values
-        self.logits = logits  #: (seq, vocab)
-        self.num_bytes = sum(value.nbytes for value in (logits, *values.values()))
+        self.num_bytes = sum(value.nbytes for value in values.values())
+        self._rung = rung
         self._noise = noise
         self._scales: dict[Site, float] = {}
 
+    def row(self, length: int) -> Tensor:
+        """Return the row (vocab,) that follows the first ``length`` tokens."""
+        return self._rung.one_pass(self.ids, length)
+
     def logits_differ(self, length: int, cached: Tensor) -> bool:
         """Return whether a cached row is further from the one after ``length`` tokens than its dtype allows."""
-        expected = self.logits[length - 1]
+        expected = self.row(length)
         gap = gap_between(expected, cached)
         return not gap.size <= value_limit(expected.dtype, 0.0, gap.scale)
 
@@ -62,6 +66,7 @@ class UncachedRuns(ABC):
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        self._rung = Rung(subject)
         self.kept: OrderedDict[Prefix, UncachedRun] = OrderedDict()
         self.entries: dict[Prefix, Trace] = {}  #: the keys and values of every sequence that was run
 
@@ -75,11 +80,12 @@ class UncachedRuns(ABC):
     @abstractmethod
     def _noise(self, ids: Prefix, values: Trace) -> dict[Site, float]: ...
 
-    def _run(self, ids: Prefix) -> UncachedRun:
+    def _run(self, ids: Prefix, length: int) -> UncachedRun:
+        """Run these tokens; the row after ``length`` of them will be asked for first."""
         recorder = Recorder()
-        logits = self.subject.rows(ids, tap=recorder)
+        self._rung.tapped(ids, length, recorder)
         values = recorder.take()
-        run = UncachedRun(ids, values, logits, self._noise(ids, values))
+        run = UncachedRun(ids, values, self._rung, self._noise(ids, values))
         self.kept[ids] = run
         while len(self.kept) > _KEPT_RUNS and sum(each.num_bytes for each in self.kept.values()) > KEPT_BYTES:
             self.kept.popitem(last=False)
@@ -103,7 +109,7 @@ class LiteralRuns(UncachedRuns):
 
     def over(self, prefix: Prefix) -> UncachedRun:
         """Return the run over exactly this prefix."""
-        return self.kept.get(prefix) or self._run(prefix)
+        return self.kept.get(prefix) or self._run(prefix, len(prefix))
 
     def _noise(self, ids: Prefix, values: Trace) -> dict[Site, float]:
         """Return the largest noise over all tokens and all shorter prefixes: noise grows with position."""
@@ -140,13 +146,14 @@ class OnePassRuns(UncachedRuns):
         if known is not None:
             return known
         sequence = next((s for s in self._sequences if s[:length] == prefix), prefix)
-        return self._run(sequence if self._until is None else sequence[: max(length, len(self._until))])
+        sequence = sequence if self._until is None else sequence[: max(length, len(self._until))]
+        return self._run(sequence, length)
 
     def _noise(self, ids: Prefix, values: Trace) -> dict[Site, float]:
         if len(ids) == 1:
             return {}
         recorder = Recorder()
-        self.subject.rows(ids[:-1], tap=recorder)
+        self.subject.rows(ids[:-1], tap=recorder, keep=range(len(ids) - 2, len(ids) - 1))
         return _noise_between(recorder.take(), values)
 
 

@@ -134,7 +134,7 @@ def _program(ids: tuple[int, ...], fault: Fault | None) -> Scenario:
 
 
 def _step(run: Run, number: int, trace: Trace, uncached: UncachedRun) -> LessonStep:
-    cached, expected = trace[Site(Stage.LOGITS)][0, -1], uncached.logits[-1]
+    cached, expected = trace[Site(Stage.LOGITS)][0, -1], uncached.row(len(uncached.ids))
     recorded = run.steps[number]
     state = recorded.generator_before
     choice = choose(run.header.policy, cached, None if state is None else generator_at(state))

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from kvproof import ReferenceSubject, faults, localise
+from kvproof import _rung as rung
 from kvproof import _values as values
 from kvproof._errors import AbilityError
 from kvproof._report import SubjectInfo
 from kvproof._stages import OVER_SLOTS, Site, Stage
-from kvproof._trace import Recorder
+from kvproof._trace import Recorder, Tap
 from kvproof._values import LiteralRuns, OnePassRuns
 from kvproof.faults import Fault
 from kvproof.reference.corpus import SEQUENCES
@@ -48,6 +49,28 @@ def test_one_pass_finds_nothing_in_a_healthy_path_and_compares_as_much(subject: 
         literal, one_pass = localise(subject, scenario), localise(subject, scenario, one_pass=True)
         assert literal.divergence is one_pass.divergence is None
         assert literal.num_values == one_pass.num_values
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_rows_in_tiny_blocks_change_no_finding(
+    subject: ReferenceSubject, monkeypatch: pytest.MonkeyPatch, fault: Fault, one_pass: bool
+):
+    """All rows of a large vocabulary, several times over, filled the memory."""
+    scenario = token_by_token(SEQUENCES[0])
+    whole = localise(subject, scenario, fault=fault, one_pass=one_pass)
+    kept: list[int] = []
+    plain = ReferenceSubject._kept_rows
+
+    def counted(self: ReferenceSubject, ids: tuple[int, ...], tap: Tap, keep: range) -> Tensor:
+        kept.append(len(keep))
+        return plain(self, ids, tap, keep)
+
+    monkeypatch.setattr(ReferenceSubject, "_kept_rows", counted)
+    monkeypatch.setattr(rung, "BLOCK_BYTES", 2 * 8 * subject.info.vocab_size)
+    monkeypatch.setattr(rung, "KEPT_BYTES", 0)
+    assert localise(subject, scenario, fault=fault, one_pass=one_pass) == whole
+    assert max(kept) == 2
 
 
 def test_literal_runs_without_room_keep_few_whole_and_the_entries_of_each_sequence(

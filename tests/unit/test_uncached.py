@@ -9,11 +9,12 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Report, Tolerance, Verdict, audit
-from kvproof import _uncached as uncached_module
+from kvproof import _rung as rung_module
 from kvproof._audit import NO_CERTIFICATE
 from kvproof._errors import SubjectError
+from kvproof._rung import Rung
 from kvproof._trace import Tap
-from kvproof._uncached import CAUSALITY_LEN, Rung, Uncached
+from kvproof._uncached import CAUSALITY_LEN, Uncached
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import Ability, chunked, token_by_token
 from kvproof.subjects._base import Opening
@@ -136,8 +137,8 @@ def test_a_sequence_that_another_starts_with_is_not_computed_apart(watched: Watc
 def in_blocks(monkeypatch: pytest.MonkeyPatch, block_len: int, num_blocks: int) -> int:
     """Let a float32 rung of this vocabulary keep so many blocks of so many rows; return a block's bytes."""
     block_bytes = block_len * VOCABULARY * 4
-    monkeypatch.setattr(uncached_module, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(uncached_module, "KEPT_BYTES", num_blocks * block_bytes)
+    monkeypatch.setattr(rung_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(rung_module, "KEPT_BYTES", num_blocks * block_bytes)
     return block_bytes
 
 
@@ -171,7 +172,7 @@ def test_a_block_that_alone_takes_more_than_may_be_kept_is_kept_alone(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
     block_bytes = in_blocks(monkeypatch, block_len=10, num_blocks=1)
-    monkeypatch.setattr(uncached_module, "KEPT_BYTES", 1)
+    monkeypatch.setattr(rung_module, "KEPT_BYTES", 1)
     rung = Rung(watched)
     for length in (1, 2, 11, 12):
         rung.one_pass(IDS, length)
