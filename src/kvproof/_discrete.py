@@ -27,6 +27,11 @@ class Choice:
     own: Tensor  #: of those with the best scores, which are the same unless it was forced
     error: float = 0.0  #: how far rounding moves the scores, where that was measured
 
+    def is_of_the_same_kind(self, other: "Choice") -> bool:
+        """Return whether it takes as many of as many candidates."""
+        ours, theirs = ((each.scores.shape[1], each.taken.shape[1]) for each in (self, other))
+        return ours == theirs
+
 
 class Choices(TorchFunctionMode):
     """While it is entered, each top-k along a last axis is noted, in the order in which they run.

@@ -157,7 +157,7 @@ class _Alike:
                 return
             for number, (own, other) in enumerate(zip(made, choices, strict=True)):
                 groups, rest = divmod(len(own.taken), num_tokens)
-                if other is None or rest or own.taken.shape[1] != other.taken.shape[1]:
+                if other is None or rest or not own.is_of_the_same_kind(other):
                     continue
                 start, there = (token.batch_row * layout.num_new + token.offset) * groups, len(token.prefix) - 1
                 mine, its = slice(start, start + groups), slice(there * groups, (there + 1) * groups)

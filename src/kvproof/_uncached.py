@@ -179,7 +179,7 @@ class Uncached:
         """Return what each top-k of the pass over these tokens takes in the declared dtype, among experts.
 
         Each comes with its scores' error against float64, where what came before was chosen alike. None stands
-        for one whose candidates grow in number with the tokens: those are keys.
+        for one whose candidates grow in number with the tokens: those are keys, or blocks of them.
         """
         if self._no_choices:
             return []
@@ -187,13 +187,13 @@ class Uncached:
             assert self.top is not None
             made = _choices_of(self.declared, ids)
             self._no_choices = not made
-            other = _choices_of(self.declared, ids[:-1] or ids * 2) if made else []
+            others = [_choices_of(self.declared, other) for other in _of_other_lengths(ids)] if made else []
             true = _choices_of(self.top, ids, [choice.taken for choice in made]) if made else []
             self._choices[ids] = [
                 dataclasses.replace(own, error=gap_between(exact.scores, own.scores).size)
-                if own.scores.shape[1] == another.scores.shape[1]
+                if all(own.is_of_the_same_kind(other[number]) for other in others if number < len(other))
                 else None
-                for own, another, exact in zip(made, other, true, strict=False)
+                for number, (own, exact) in enumerate(zip(made, true, strict=False))
             ]
         return self._choices[ids]
 
@@ -306,6 +306,11 @@ class Uncached:
                 margin_verdict=margin_verdict,
             )
         )
+
+
+def _of_other_lengths(ids: Prefix) -> tuple[Prefix, ...]:
+    """Return one token less, and one alone: of keys in blocks there may be as many with one token less."""
+    return tuple(dict.fromkeys((ids[:-1], ids[:1]))) if len(ids) > 1 else (ids * 2,)
 
 
 def _choices_of(rung: Rung, ids: Prefix, forced: Sequence[Tensor | None] = ()) -> list[Choice]:

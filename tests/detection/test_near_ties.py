@@ -213,3 +213,55 @@ def test_a_near_tie_alone_raises_no_alarm(number: int, turned: bool):
     seed = seeds(turned=turned)[number]
     for program in PROGRAMS:
         assert audited(with_experts(seed, NEAR), program).verdict.passes
+
+
+class WithBlocks(WithExperts):
+    """The same, which also takes one block of keys by the scores of all: there are more with more tokens.
+
+    What it takes changes nothing, unless it is another block than its scores say.
+    """
+
+    block_len = 1
+
+    def routed(self, tap: Tap, *, is_cached: bool) -> Tap:
+        """Return the tap with a choice of blocks where keys are read."""
+        rest = super().routed(tap, is_cached=is_cached)
+        num_new = 0
+
+        def with_blocks(site: Site, value: torch.Tensor) -> torch.Tensor:
+            nonlocal num_new
+            if site == Site(Stage.NEW_K, 0):
+                num_new = value.shape[2]
+            if site == Site(Stage.CACHE_K, 0):
+                keys = value.split(self.block_len, dim=2)
+                scores = torch.stack([block.abs().amax((1, 2, 3)) for block in keys], dim=-1)[:, None]
+                best = scores.expand(-1, num_new, -1).topk(1)
+                value = value + (best.values.amax() - scores.amax())
+            return rest(site, value)
+
+        return with_blocks
+
+    def _cast(self, dtype: torch.dtype) -> "WithBlocks":
+        margin, nudge, low = self.options
+        cast = WithBlocks(super()._cast(dtype).checkpoint, margin, nudge, low=low, bias=self.bias)
+        cast.block_len = self.block_len
+        return cast
+
+
+#: With the last there are as many blocks of 12 tokens as of 13.
+@pytest.mark.parametrize("block_len", [1, 4, 8])
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.name} {len(program.operations)}")
+def test_blocks_of_keys_are_no_experts(program: Scenario, number: int, block_len: int):
+    """One that a longer pass alone has was forced on a shorter call, whose error was laid to the decoder."""
+    seed = seeds(turned=False)[number]
+    subject = WithBlocks(random_subject(CONFIG, seed=seed).checkpoint, NEAR, TURN)
+    subject.block_len = block_len
+    blocks, first, second = Uncached(subject, "one-pass").choices(IDS)
+    assert blocks is None
+    assert first is not None
+    assert second is not None
+    result = audited(subject, program)
+    assert result.reason is None
+    assert result.verdict is Verdict.ROUNDING
+    assert flipped(result)

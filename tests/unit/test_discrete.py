@@ -38,6 +38,14 @@ def test_what_is_told_for_another_number_of_candidates_or_tokens_is_not_taken(to
         assert torch.topk(SCORES, 2).indices.reshape(4, 2).tolist() == BEST
 
 
+def test_choices_are_of_the_same_kind_that_take_as_many_of_as_many():
+    with Choices() as choices:
+        for scores, number in ((SCORES, 2), (SCORES[0], 2), (SCORES, 1), (SCORES[..., :2], 2)):
+            torch.topk(scores, number)
+    first, *others = choices.made
+    assert [first.is_of_the_same_kind(other) for other in others] == [True, False, False]
+
+
 def test_the_stable_top_k_of_the_top_rung_is_noted_once_and_forced_alike():
     told = torch.tensor([[2, 0], [1, 2]])
     scores = torch.tensor([[1.0, 1.0, 1.0], [2.0, 3.0, 3.0]], dtype=torch.float64)
