@@ -27,6 +27,8 @@ R = TypeVar("R")
 Pipe: TypeAlias = "Connection[Any, Any]"
 
 _PARENT_CHECK_S = 1.0
+#: A signal that another thread takes, or that comes just before waiting, ends no waiting: it is felt after this.
+_SIGNAL_CHECK_S = 1.0
 
 
 def in_processes(work: Callable[[int], R], num: int, jobs: int = 1) -> Iterator[R]:
@@ -100,7 +102,7 @@ class _Crew:
             pipe.send(next(waiting))
         for number in range(num):
             while number not in found:
-                for ready in wait(list(self.children)):
+                for ready in wait(list(self.children), _SIGNAL_CHECK_S):
                     pipe = cast("Pipe", ready)
                     try:
                         done, *result = pipe.recv()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from multiprocessing import active_children
 
 import pytest
@@ -143,16 +144,30 @@ def test_where_nothing_can_be_forked_more_than_one_is_refused(monkeypatch: pytes
         list(in_processes(str, 2, 2))
 
 
+#: Ctrl-C is then taken by another thread, and ends no call that the first one waits in.
+ELSEWHERE = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); \
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"
+
+
 @needs_fork
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_parent_that_ends_takes_its_processes_with_it(number: signal.Signals):
+@pytest.mark.parametrize(
+    ("number", "before"),
+    [
+        pytest.param(signal.SIGINT, "", id="Ctrl-C"),
+        pytest.param(signal.SIGINT, ELSEWHERE, id="Ctrl-C that another thread takes"),
+        pytest.param(signal.SIGKILL, "", id="killed"),
+    ],
+)
+def test_a_parent_that_ends_takes_its_processes_with_it(number: signal.Signals, before: str):
     """Ctrl-C is seen by the parent alone; one that is killed is missed by its processes."""
-    script = """
-        import os, sys, time
+    script = f"""
+        import os, signal, sys, threading, time
         from kvproof._forked import in_processes
 
+        {before}
+
         def work(number):
-            print(os.getpid(), flush=True)
+            os.write(1, f"{{os.getpid()}}\\n".encode())  # print may write a line in two parts
             time.sleep(600)
 
         list(in_processes(work, 2, 2))
@@ -163,13 +178,18 @@ def test_a_parent_that_ends_takes_its_processes_with_it(number: signal.Signals):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, process_group=0
     ) as parent:
         assert parent.stdout is not None
-        pids = [int(parent.stdout.readline() or parent.stderr.read()) for _ in range(2)]
-        os.killpg(parent.pid, number) if number == signal.SIGINT else parent.send_signal(number)
-        parent.wait(60)
-        deadline = time.monotonic() + 30
-        while any(map(_lives, pids)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(map(_lives, pids))
+        assert parent.stderr is not None
+        try:
+            pids = [int(parent.stdout.readline() or parent.stderr.read()) for _ in range(2)]
+            os.killpg(parent.pid, number) if number == signal.SIGINT else parent.send_signal(number)
+            parent.wait(60)
+            deadline = time.monotonic() + 30
+            while any(map(_lives, pids)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not any(map(_lives, pids))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)  # what did not end would be waited for
 
 
 def _lives(pid: int) -> bool:
