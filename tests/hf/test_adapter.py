@@ -21,6 +21,7 @@ from kvproof.subjects._transformers import (
     known_types,
     load_folder,
     random_model,
+    tiny_model,
 )
 
 LENGTH = 16  # twice the tiny models' window
@@ -259,6 +260,17 @@ def test_rows_of_unequal_length_start_a_session_only():
     with pytest.raises(SessionError, match="rows of"):
         session.extend([[1], [2, 3]])
     assert session.ids == ((1, 2, 3), (4,))
+
+
+@pytest.mark.skipif(
+    "inkling_text" not in known_types(), reason="this release knows no type with a padded readout"
+)
+def test_a_row_holds_the_logits_that_a_padded_readout_leaves():
+    model = tiny_model("inkling_text", seed=0, overrides={"unpadded_vocab_size": 90})
+    assert model.get_output_embeddings().weight.shape[0] > 90
+    subject = TransformersSubject(model, name="padded")
+    assert subject.info.vocab_size == 90
+    assert audited(subject, "token-by-token").verdict.passes
 
 
 def test_a_left_padded_session_may_drop_its_longest_row():

@@ -427,6 +427,11 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 def _vocab_size(model: PreTrainedModel, config: Any) -> int:
-    """Return how many logits a row holds; some types keep one output matrix for each codebook, or hide it."""
+    """Return how many logits a row holds.
+
+    Some types keep one output matrix for each codebook, or hide it; inkling leaves out what pads it.
+    """
     weight = getattr(model.get_output_embeddings(), "weight", None)
-    return int(config.vocab_size if weight is None else weight.shape[0])
+    size = int(config.vocab_size if weight is None else weight.shape[0])
+    unpadded = getattr(config, "unpadded_vocab_size", None)
+    return size if unpadded is None else min(size, int(unpadded))

@@ -25,7 +25,9 @@ _EXPERT_WIDTH: Final = 24
 LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 _VOCABULARY: Final[Mapping[str, object]] = {
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE
+    ),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
