@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from kvproof._audit import audit
-from kvproof._prompts import random_sequences
+from kvproof._engine.audit import audit
+from kvproof._engine.prompts import random_sequences
 from kvproof.scenarios import catalogue
 from kvproof.subjects._transformers import random_model
 

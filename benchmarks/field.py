@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 import kvproof
-from kvproof._errors import KvproofError
+from kvproof.errors import KvproofError
 from kvproof.scenarios import Method, generation
 from kvproof.subjects._targets import LoadOptions, load_target
 from kvproof.subjects._transformers import TransformersSubject, known_types, quiet

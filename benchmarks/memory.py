@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from kvproof._audit import audit
+from kvproof._engine.audit import audit
 from kvproof.scenarios import token_by_token
 from kvproof.subjects._transformers import TransformersSubject, tiny_model
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import kvproof
-from kvproof._rung import Rung
-from kvproof._uncached import Uncached
+from kvproof._engine.rung import Rung
+from kvproof._engine.uncached_rows import Uncached
 from kvproof.reference import Checkpoint, Decoder, DecoderConfig
 from kvproof.scenarios import token_by_token
 

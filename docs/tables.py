@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from kvproof._numerics import CONSTANTS, DECLARED
+from kvproof._numerics.tolerances import CONSTANTS, DECLARED
 from kvproof.cli import cli
 from kvproof.scenarios import Boundaries, Scenario, catalogue
 

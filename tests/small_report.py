@@ -6,9 +6,9 @@ The vocabulary's first token is one that a renderer might take for its own marku
 import dataclasses
 import math
 
-from kvproof._environment import Environment
-from kvproof._ledger import End, Entry, Header, MarginVerdict, Run, Source, Step, StopReason
-from kvproof._report import (
+from kvproof.contract.environment import Environment
+from kvproof.contract.ledger import End, Entry, Header, MarginVerdict, Run, Source, Step, StopReason
+from kvproof.contract.results import (
     CacheMemory,
     CacheTraceRow,
     Certificate,
@@ -37,7 +37,7 @@ from kvproof._report import (
     Tolerance,
     Verdict,
 )
-from kvproof._stages import Stage
+from kvproof.contract.stages import Stage
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.scenarios import Ability
 

@@ -1,6 +1,6 @@
 """The whole product in a few seconds."""
 
-from kvproof._milestone import milestone
+from kvproof._reference_system.milestone import milestone
 from kvproof.reference import Checkpoint
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvproof._stages import Stage
+from kvproof.contract.stages import Stage
 from kvproof.faults import CatalogueFault, catalogue
 
 TARGET = Path(__file__).parents[1] / "docs" / "faults.md"

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from kvproof._ledger import End, Header, Step
-from kvproof._report import Report
-from kvproof._table import Sweep
+from kvproof.contract.ledger import End, Header, Step
+from kvproof.contract.results import Report
+from kvproof.contract.sweep_table import Sweep
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvproof" / "schemas"
 TYPES: dict[str, Any] = {

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvproof._assert import MismatchError as MismatchError
     from kvproof._assert import assert_match as assert_match
-    from kvproof._audit import audit as audit
-    from kvproof._errors import KvproofError as KvproofError
-    from kvproof._errors import UsageError as UsageError
-    from kvproof._generate import generate as generate
-    from kvproof._ledger import Run as Run
-    from kvproof._ledger import StopReason as StopReason
-    from kvproof._localise import localise as localise
-    from kvproof._milestone import cache_memory as cache_memory
-    from kvproof._milestone import milestone as milestone
-    from kvproof._replay import replay as replay
-    from kvproof._report import Report as Report
-    from kvproof._report import Tolerance as Tolerance
-    from kvproof._report import Verdict as Verdict
+    from kvproof._engine.audit import audit as audit
+    from kvproof._engine.localise import localise as localise
+    from kvproof._generation.replay import replay as replay
+    from kvproof._generation.requests import generate as generate
+    from kvproof._reference_system.milestone import cache_memory as cache_memory
+    from kvproof._reference_system.milestone import milestone as milestone
+    from kvproof.contract.ledger import Run as Run
+    from kvproof.contract.ledger import StopReason as StopReason
+    from kvproof.contract.results import Report as Report
+    from kvproof.contract.results import Tolerance as Tolerance
+    from kvproof.contract.results import Verdict as Verdict
+    from kvproof.errors import KvproofError as KvproofError
+    from kvproof.errors import UsageError as UsageError
     from kvproof.policies import Greedy as Greedy
     from kvproof.policies import Sample as Sample
     from kvproof.policies import Stops as Stops
@@ -36,27 +36,27 @@ _HOME = {
     "CacheWays": "kvproof.subjects",
     "CallableSubject": "kvproof.subjects",
     "Greedy": "kvproof.policies",
-    "KvproofError": "kvproof._errors",
+    "KvproofError": "kvproof.errors",
     "MismatchError": "kvproof._assert",
     "ModuleSubject": "kvproof.subjects",
     "ReferenceSubject": "kvproof.subjects",
-    "Report": "kvproof._report",
-    "Run": "kvproof._ledger",
+    "Report": "kvproof.contract.results",
+    "Run": "kvproof.contract.ledger",
     "Sample": "kvproof.policies",
     "Session": "kvproof.subjects",
-    "StopReason": "kvproof._ledger",
+    "StopReason": "kvproof.contract.ledger",
     "Stops": "kvproof.policies",
     "Subject": "kvproof.subjects",
-    "Tolerance": "kvproof._report",
-    "UsageError": "kvproof._errors",
-    "Verdict": "kvproof._report",
+    "Tolerance": "kvproof.contract.results",
+    "UsageError": "kvproof.errors",
+    "Verdict": "kvproof.contract.results",
     "assert_match": "kvproof._assert",
-    "audit": "kvproof._audit",
-    "cache_memory": "kvproof._milestone",
-    "generate": "kvproof._generate",
-    "localise": "kvproof._localise",
-    "milestone": "kvproof._milestone",
-    "replay": "kvproof._replay",
+    "audit": "kvproof._engine.audit",
+    "cache_memory": "kvproof._reference_system.milestone",
+    "generate": "kvproof._generation.requests",
+    "localise": "kvproof._engine.localise",
+    "milestone": "kvproof._reference_system.milestone",
+    "replay": "kvproof._generation.replay",
 }
 _SUBMODULES = ("conformance", "faults", "policies", "reference", "scenarios", "subjects")
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from kvproof._audit import audit
-from kvproof._report import Report
-from kvproof.render.brief import brief
+from kvproof._engine.audit import audit
+from kvproof.contract.results import Report
+from kvproof.contract.sentences import brief
 from kvproof.scenarios import Scenario
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvproof._errors import ContextError, KvproofError
-from kvproof._numerics import declared_tolerance
-from kvproof._prompts import random_sequences
-from kvproof._stages import Site, Stage
-from kvproof._trace import Recorder
+from kvproof._engine.prompts import random_sequences
+from kvproof._numerics.taps import Recorder
+from kvproof._numerics.tolerances import declared_tolerance
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import ContextError, KvproofError
 from kvproof.scenarios import Ability
 from kvproof.subjects import Session, Subject, as_subject
 

@@ -23,7 +23,7 @@ likely token, but for ``typical_p``, which keeps the most typical one.
 from dataclasses import dataclass
 from typing import Literal
 
-from kvproof._errors import UsageError
+from kvproof.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

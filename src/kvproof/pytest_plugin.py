@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvproof._report import Report
+    from kvproof.contract.results import Report
     from kvproof.scenarios import Scenario
 
 _MARKER = "kvproof_scenarios"
@@ -73,7 +73,7 @@ class Kvproof:
         __tracebackhide__ = True
         from kvproof._assert import MismatchError
         from kvproof._assert import assert_match as run
-        from kvproof._report import Verdict
+        from kvproof.contract.results import Verdict
 
         wanted = [scenarios] if isinstance(scenarios, str) else scenarios
         finding = None
@@ -99,7 +99,7 @@ class Kvproof:
         ]
 
     def _kept(self, report: "Report") -> Path:
-        from kvproof._outputs import write_json
+        from kvproof.cli.outputs import write_json
 
         name = re.sub(r"[^\w.-]+", "-", self._node.nodeid).strip("-")
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvproof._trace import Tap
+from kvproof._numerics.taps import Tap
 from kvproof.faults import as_planting, wrong_layer
 from kvproof.subjects import ReferenceSubject
 from kvproof.subjects._base import Opening

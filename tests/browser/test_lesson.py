@@ -11,8 +11,8 @@ from playwright.sync_api import Page
 from tests.browser.conftest import Watched, in_look
 from tests.browser.screens import assert_looks_as_before
 
-from kvproof._lesson import Lesson, Walk
-from kvproof._walk import FAULTS, walk
+from kvproof._reference_system.lesson_steps import FAULTS, walk
+from kvproof.contract.lesson import Lesson, Walk
 from kvproof.reference import Checkpoint
 from kvproof.render.lesson import QUESTIONS, STAGES, render
 

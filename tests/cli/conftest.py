@@ -8,10 +8,10 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
-from kvproof._generate import generate
-from kvproof._ledger import ledger_lines
-from kvproof._milestone import milestone
-from kvproof._report import Report
+from kvproof._generation.requests import generate
+from kvproof._reference_system.milestone import milestone
+from kvproof.contract.ledger import ledger_lines
+from kvproof.contract.results import Report
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference import Checkpoint, save_checkpoint
 from kvproof.reference.corpus import BOS_ID, EOS_ID
@@ -63,7 +63,7 @@ def stand_in(report: Report, monkeypatch: pytest.MonkeyPatch) -> Report:
         on_stage("a stage")
         return report
 
-    monkeypatch.setattr("kvproof._milestone.milestone", made_before)
+    monkeypatch.setattr("kvproof._reference_system.milestone.milestone", made_before)
     return report
 
 

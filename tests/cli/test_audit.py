@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.hf.folders import saved_model, saved_tokenizer
 
-from kvproof._audit import Auditor
-from kvproof._report import Report, RowResult, ScenarioResult, Verdict
+from kvproof._engine.audit import Auditor
+from kvproof.contract.results import Report, RowResult, ScenarioResult, Verdict
 from kvproof.faults import Fault
 from kvproof.render.json import parse, read
 from kvproof.scenarios import Scenario

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvproof._errors import CheckpointError, ContextError, SessionError, TokenError, TrainingError, UsageError
+from kvproof.errors import CheckpointError, ContextError, SessionError, TokenError, TrainingError, UsageError
 from kvproof.reference import Checkpoint, Decoder, DecoderConfig, load_checkpoint, save_checkpoint
 from kvproof.reference.checkpoint import _metadata_digest
 from kvproof.subjects import ReferenceSubject
@@ -32,7 +32,11 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*arguments: object, **options: object) -> None:
         raise AssertionError("something ran")
 
-    for name in ("kvproof.reference.train", "kvproof._milestone.milestone", "kvproof._replay.replay"):
+    for name in (
+        "kvproof.reference.train",
+        "kvproof._reference_system.milestone.milestone",
+        "kvproof._generation.replay.replay",
+    ):
         monkeypatch.setattr(name, started)
 
 
@@ -301,7 +305,9 @@ def raising(error: BaseException) -> Callable[..., None]:
     return call
 
 
-@pytest.mark.parametrize("where", ["kvproof.reference.train", "kvproof._milestone.milestone", "os.replace"])
+@pytest.mark.parametrize(
+    "where", ["kvproof.reference.train", "kvproof._reference_system.milestone.milestone", "os.replace"]
+)
 def test_an_interruption_leaves_no_file_and_exits_with_130(
     where: str, saved: Path, ready: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -16,10 +16,10 @@ from tests.hf.folders import saved_model, saved_tokenizer
 from transformers import AutoTokenizer
 
 import kvproof
-from kvproof._digest import row_digest
-from kvproof._generate import Request
-from kvproof._generate_command import settled
-from kvproof._ledger import parse_ledger
+from kvproof._generation.requests import Request
+from kvproof._numerics.digests import row_digest
+from kvproof.cli.generate import settled
+from kvproof.contract.ledger import parse_ledger
 
 from .ledgers import Lines, edited, found, lines_of, text_of
 from .running import Outcome, run

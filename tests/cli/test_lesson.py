@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.cli.running import run
 
-from kvproof import _serve
-from kvproof._lesson import Lesson, Numbers
+from kvproof.cli import serving as _serve
+from kvproof.contract.lesson import Lesson, Numbers
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> None:
         position_table=none,
         walks=(),
     )
-    monkeypatch.setattr("kvproof._walk.walk", lambda weights, on_stage: lesson)
+    monkeypatch.setattr("kvproof._reference_system.lesson_steps.walk", lambda weights, on_stage: lesson)
 
 
 def test_out_writes_the_page(walked: None, saved: Path, tmp_path: Path):
@@ -119,7 +119,9 @@ def test_a_port_that_is_taken_is_told(walked: None, saved: Path):
 
 
 def test_ctrl_c_ends_a_served_lesson_as_it_should():
-    program = "from kvproof import _serve; _serve.serve('page', 0, lambda address: print(address, flush=True))"
+    program = (
+        "from kvproof.cli import serving; serving.serve('page', 0, lambda address: print(address, flush=True))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

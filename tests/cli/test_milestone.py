@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvproof import _milestone, cli
-from kvproof._ledger import parse_ledger
-from kvproof._report import Report
+from kvproof import cli
+from kvproof._reference_system import milestone as _milestone
+from kvproof.contract.ledger import parse_ledger
+from kvproof.contract.results import Report
 from kvproof.reference import load_checkpoint
 from kvproof.render.json import parse
 

@@ -15,14 +15,14 @@ import pytest
 from tests.cli.running import run
 from tests.small_report import REPORT
 
-from kvproof._baseline import changes
-from kvproof._errors import ReportError
-from kvproof._report import Report, Verdict
+from kvproof.contract.baseline import changes
+from kvproof.contract.results import Report, Verdict
+from kvproof.contract.sentences import brief, brief_html
+from kvproof.errors import ReportError
 from kvproof.render import junit, sarif
-from kvproof.render.brief import brief, brief_html
 from kvproof.render.html import render as to_html
 from kvproof.render.json import render as to_json
-from kvproof.render.report_markdown import render as to_markdown
+from kvproof.render.markdown import render as to_markdown
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "sarif-2.1.0-rtm.5.json").read_text("utf-8"))
 

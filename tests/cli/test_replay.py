@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproof._ledger import End, Header, Step
+from kvproof.contract.ledger import End, Header, Step
 from kvproof.reference import Checkpoint, DecoderConfig, save_checkpoint
 from kvproof.reference.training import initialised
 

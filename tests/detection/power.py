@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import torch
 
-from kvproof._audit import Auditor
-from kvproof._certificate import Certifier
-from kvproof._codec import to_plain
-from kvproof._errors import KvproofError
-from kvproof._programs import run_program
-from kvproof._prompts import random_sequences
-from kvproof._values import OnePassRuns
+from kvproof._engine.audit import Auditor
+from kvproof._engine.certificate import Certifier
+from kvproof._engine.programs import run_program
+from kvproof._engine.prompts import random_sequences
+from kvproof._engine.uncached_values import OnePassRuns
+from kvproof.contract.codec import to_plain
+from kvproof.errors import KvproofError
 from kvproof.faults import Place, Planting, catalogue
 from kvproof.scenarios import Boundaries, Scenario, longest_sequences
 from kvproof.scenarios import catalogue as scenarios

@@ -7,7 +7,7 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._uncached import CAUSALITY_LEN
+from kvproof._engine.uncached_rows import CAUSALITY_LEN
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.render import terminal
 from kvproof.scenarios import Scenario, chunked, rollback, token_by_token

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from tests.strategies import subjects
 
 from kvproof import ReferenceSubject, Report, Subject, Verdict, audit
-from kvproof._audit import Auditor
-from kvproof._certificate import Certifier
-from kvproof._codec import from_plain
-from kvproof._prompts import random_sequences
-from kvproof._report import Certificate, Outcome
+from kvproof._engine.audit import Auditor
+from kvproof._engine.certificate import Certifier
+from kvproof._engine.prompts import random_sequences
+from kvproof.contract.codec import from_plain
+from kvproof.contract.results import Certificate, Outcome
 from kvproof.faults import catalogue
 from kvproof.faults import survey as survey_of
 from kvproof.reference.corpus import SEQUENCES

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvproof import Greedy, ReferenceSubject, Report, Stops, Verdict, audit, generate, milestone
-from kvproof import _generate as generate_module
-from kvproof import _milestone as milestone_module
-from kvproof._choosing import Choice
-from kvproof._errors import ContextError
-from kvproof._ledger import StopReason
+from kvproof._generation import requests as generate_module
+from kvproof._generation.choosing import Choice
+from kvproof._reference_system import milestone as milestone_module
+from kvproof.contract.ledger import StopReason
+from kvproof.errors import ContextError
 from kvproof.faults import Fault, mask_off_by_one, position_off_by_one
 from kvproof.policies import Policy
 from kvproof.reference import Checkpoint

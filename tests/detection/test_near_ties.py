@@ -9,10 +9,10 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._report import RowResult, ScenarioResult
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap
-from kvproof._uncached import Uncached
+from kvproof._engine.uncached_rows import Uncached
+from kvproof._numerics.taps import Tap
+from kvproof.contract.results import RowResult, ScenarioResult
+from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import Scenario, batch_of, chunked, token_by_token
 from kvproof.subjects._base import Opening

@@ -9,9 +9,9 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._compare import Evidence, judge
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap
+from kvproof._numerics.gaps import Evidence, judge
+from kvproof._numerics.taps import Tap
+from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import chunked, token_by_token
 from kvproof.subjects._base import Opening

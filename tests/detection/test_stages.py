@@ -20,9 +20,9 @@ from kvproof import (
     generate,
     localise,
 )
-from kvproof._generate import first_difference
-from kvproof._milestone import TOLERANCE
-from kvproof._stages import (
+from kvproof._generation.requests import first_difference
+from kvproof._reference_system.milestone import TOLERANCE
+from kvproof.contract.stages import (
     IN_LAYER,
     LIKELY_CONTRACT,
     SHOWN_BY_ADAPTERS,

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are those of the transformers library")
 
-from kvproof._audit import audit
-from kvproof._prompts import random_sequences
-from kvproof._report import Report, Verdict
+from kvproof._engine.audit import audit
+from kvproof._engine.prompts import random_sequences
+from kvproof.contract.results import Report, Verdict
 from kvproof.scenarios import beam_reorder, token_by_token
 from kvproof.subjects._transformers import TransformersSubject, random_model
 

@@ -9,10 +9,10 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Report, Subject, Tolerance, Verdict, audit, faults, localise
-from kvproof._audit import Auditor
-from kvproof._errors import AbilityError, SubjectError
-from kvproof._milestone import TOLERANCE
-from kvproof._stages import Site, Stage
+from kvproof._engine.audit import Auditor
+from kvproof._reference_system.milestone import TOLERANCE
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import AbilityError, SubjectError
 from kvproof.faults import Fault
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES

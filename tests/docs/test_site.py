@@ -16,7 +16,7 @@ from sphinx.util.inventory import InventoryFile
 from tests.architecture.test_structure import PUBLIC
 
 import kvproof
-from kvproof._numerics import CONSTANTS
+from kvproof._numerics.tolerances import CONSTANTS
 from kvproof.cli import cli
 from kvproof.scenarios import catalogue
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.small_report import DIVERGENCE, REPORT
 
-from kvproof._report import Report, Verdict
+from kvproof.contract.results import Report, Verdict
 from kvproof.render import json
 from kvproof.render.terminal import Look, render
 

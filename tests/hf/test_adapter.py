@@ -8,11 +8,11 @@ import torch
 import transformers
 
 from kvproof import Report, UsageError, Verdict, audit, localise
-from kvproof._errors import AbilityError, SessionError, SubjectError
-from kvproof._prompts import random_sequences
-from kvproof._report import ScenarioResult
-from kvproof._stages import Site, Stage
-from kvproof._trace import Recorder
+from kvproof._engine.prompts import random_sequences
+from kvproof._numerics.taps import Recorder
+from kvproof.contract.results import ScenarioResult
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import AbilityError, SessionError, SubjectError
 from kvproof.scenarios import Ability, catalogue, chunked, named, token_by_token
 from kvproof.subjects._targets import LoadOptions, load_target
 from kvproof.subjects._transformers import (

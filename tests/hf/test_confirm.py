@@ -9,8 +9,8 @@ from tests.hf.test_localise import Tampered, changing, found, ids_for, subject_o
 from torch import Tensor
 
 from kvproof import localise
-from kvproof._stages import Site, Stage
-from kvproof._trace import Recorder, Tap
+from kvproof._numerics.taps import Recorder, Tap
+from kvproof.contract.stages import Site, Stage
 from kvproof.faults import Fault
 from kvproof.scenarios import (
     Ability,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kvproof
-from kvproof._forked import default_jobs
-from kvproof._machine import threads
-from kvproof._report import Report
+from kvproof._system.forked import default_jobs
+from kvproof._system.machine import threads
+from kvproof.contract.results import Report
 from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, named, random_programs
 from kvproof.subjects import limits_of
 from kvproof.subjects._transformers import TransformersSubject, random_model

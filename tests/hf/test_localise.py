@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvproof import localise
-from kvproof._errors import SubjectError
-from kvproof._prompts import random_sequences
-from kvproof._report import Divergence
-from kvproof._stages import LIKELY_CONTRACT, WRONG_DTYPE, WRONG_SLOT, Site, Stage
-from kvproof._trace import Recorder
+from kvproof._engine.prompts import random_sequences
+from kvproof._numerics.taps import Recorder
+from kvproof.contract.results import Divergence
+from kvproof.contract.stages import LIKELY_CONTRACT, WRONG_DTYPE, WRONG_SLOT, Site, Stage
+from kvproof.errors import SubjectError
 from kvproof.faults import Fault
 from kvproof.scenarios import Ability, CacheKind, Extend, Scenario, chunked, on_cache, token_by_token
 from kvproof.subjects._transformers import TransformersSubject, random_model

@@ -6,9 +6,9 @@ The full sweep over all types has a command and a table of its own; these stand 
 import pytest
 import torch
 
-from kvproof._audit import audit
-from kvproof._prompts import random_sequences
-from kvproof._report import Verdict
+from kvproof._engine.audit import audit
+from kvproof._engine.prompts import random_sequences
+from kvproof.contract.results import Verdict
 from kvproof.scenarios import catalogue
 from kvproof.subjects._transformers import random_model
 

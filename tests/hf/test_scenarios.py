@@ -11,10 +11,10 @@ import torch
 from transformers import GenerationConfig
 
 from kvproof import Verdict, audit
-from kvproof._errors import AbilityError, ContextError, SubjectError, UsageError
-from kvproof._programs import Coverage, run_program
-from kvproof._stages import Site, Stage
-from kvproof._trace import Recorder
+from kvproof._engine.programs import Coverage, run_program
+from kvproof._numerics.taps import Recorder
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import AbilityError, ContextError, SubjectError, UsageError
 from kvproof.scenarios import (
     Ability,
     Boundaries,

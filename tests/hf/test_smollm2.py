@@ -9,8 +9,8 @@ from benchmarks.field import library_tokens
 from tests.hf.smollm2 import gguf_file
 
 from kvproof import Stops, audit, generate, replay
-from kvproof._ledger import MarginVerdict
-from kvproof._prompts import sequences_for
+from kvproof._engine.prompts import sequences_for
+from kvproof.contract.ledger import MarginVerdict
 from kvproof.render.html import render
 from kvproof.scenarios import chunked, token_by_token
 from kvproof.subjects import Subject

@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvproof._errors import UsageError
-from kvproof._numerics import TOP_RUNG
-from kvproof._programs import run_program
-from kvproof._shrink import Looker
+from kvproof._engine.programs import run_program
+from kvproof._numerics.tolerances import TOP_RUNG
+from kvproof._shrinking.models import Recipe, num_parameters, plain_model, recipe_of, smaller_recipes
+from kvproof._shrinking.programs import Looker
+from kvproof._shrinking.standalone import Found, standalone
+from kvproof.errors import UsageError
 from kvproof.scenarios import (
     Ability,
     CacheKind,
@@ -33,16 +35,7 @@ from kvproof.scenarios import (
 )
 from kvproof.subjects import limits_of
 from kvproof.subjects._targets import LoadOptions, load_target, pretrained_source
-from kvproof.subjects._transformers import (
-    Found,
-    Recipe,
-    TransformersSubject,
-    num_parameters,
-    plain_model,
-    recipe_of,
-    smaller_recipes,
-    standalone,
-)
+from kvproof.subjects._transformers import TransformersSubject
 
 from .folders import saved_model
 

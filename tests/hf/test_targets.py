@@ -21,11 +21,12 @@ from tests.hf.folders import (
 from transformers import AutoTokenizer
 
 from kvproof import UsageError
-from kvproof._errors import AbilityError
-from kvproof._prompts import sequences_for
+from kvproof._engine.prompts import sequences_for
+from kvproof.errors import AbilityError
 from kvproof.subjects import Subject
 from kvproof.subjects._targets import TRANSFORMERS_VERSIONS, LoadOptions, load_target
-from kvproof.subjects._transformers import _load, random_model
+from kvproof.subjects._transformers import load as _load
+from kvproof.subjects._transformers import random_model
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

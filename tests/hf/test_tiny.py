@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from kvproof._errors import UsageError
+from kvproof.errors import UsageError
 from kvproof.subjects._transformers import known_types, tiny_config, tiny_model
 
 TYPES = [

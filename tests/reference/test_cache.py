@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvproof import ReferenceSubject, Session
-from kvproof._errors import CacheError, SessionError, SubjectError
-from kvproof._milestone import cache_memory, requests_isolated
-from kvproof._refusals import try_refusals
-from kvproof._trace import Recorder
+from kvproof._numerics.taps import Recorder
+from kvproof._reference_system.milestone import cache_memory, requests_isolated
+from kvproof._reference_system.refusals import try_refusals
+from kvproof.errors import CacheError, SessionError, SubjectError
 from kvproof.reference import DecoderCache
 from kvproof.reference.cache import Append
 from kvproof.reference.corpus import SEQUENCES

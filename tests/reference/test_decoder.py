@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.strategies import sequences, subjects
 
 from kvproof import ReferenceSubject
-from kvproof._errors import ContextError
-from kvproof._stages import Site, Stage, causal_order
-from kvproof._trace import Recorder
+from kvproof._numerics.taps import Recorder
+from kvproof.contract.stages import Site, Stage, causal_order
+from kvproof.errors import ContextError
 from kvproof.reference import Checkpoint, Decoder, DecoderConfig
 
 

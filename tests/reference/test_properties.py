@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.strategies import programs, sequences, subjects
 
 from kvproof import UsageError, Verdict, audit
-from kvproof._numerics import TOP_RUNG
-from kvproof._programs import run_program
+from kvproof._engine.programs import run_program
+from kvproof._numerics.tolerances import TOP_RUNG
 from kvproof.scenarios import chunked, prefill_and_steps, rollback, token_by_token
 
 

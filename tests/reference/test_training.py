@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvproof import Greedy, ReferenceSubject, Sample, Stops, generate
-from kvproof._digest import weights_digest
-from kvproof._errors import TokenError, TrainingError
+from kvproof._numerics.digests import weights_digest
+from kvproof.errors import TokenError, TrainingError
 from kvproof.reference import (
     RECIPE,
     Checkpoint,

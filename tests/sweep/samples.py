@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from kvproof._codec import to_plain
-from kvproof._environment import Environment
-from kvproof._report import Verdict
-from kvproof._table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
+from kvproof.contract.codec import to_plain
+from kvproof.contract.environment import Environment
+from kvproof.contract.results import Verdict
+from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 
 #: From where processes find these samples.
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 import torch
 from tests.cli.running import Outcome, run
 
-from kvproof import _sweep
-from kvproof._codec import from_plain, strict_loads
-from kvproof._table import Ending, Job, Sweep
-from kvproof.runners import SerialRunner
+from kvproof._sweeping import SerialRunner
+from kvproof._sweeping import sweep as _sweep
+from kvproof.contract.codec import from_plain, strict_loads
+from kvproof.contract.sweep_table import Ending, Job, Sweep
 
 from .samples import ROOT, matching
 
@@ -113,7 +113,7 @@ def test_a_child_computes_with_one_thread_and_leaves_this_process_as_it_was(tmp_
 def test_every_type_is_every_type_of_the_library_and_a_refused_one_does_not_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from kvproof._errors import UsageError
+    from kvproof.errors import UsageError
     from kvproof.subjects._transformers import known_types
 
     def work(job: Job) -> str:
@@ -232,7 +232,8 @@ def test_an_out_that_is_a_file_exits_with_73(tmp_path: Path, monkeypatch: pytest
 
 STUBBED = """
 import sys, time
-from kvproof import _sweep, cli
+from kvproof._sweeping import sweep as _sweep
+from kvproof import cli
 from tests.sweep.samples import matching
 
 def work(job, **wanted):

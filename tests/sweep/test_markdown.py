@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from kvproof._report import Verdict
-from kvproof._table import Ending
-from kvproof.render.markdown import plain, render
+from kvproof.contract.results import Verdict
+from kvproof.contract.sweep_table import Ending
+from kvproof.render.sweep_markdown import plain, render
 
 from .samples import CONDITIONS, cell, group, job, table
 

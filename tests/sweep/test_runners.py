@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvproof._errors import KvproofError, UsageError
-from kvproof._table import Ending, Job
-from kvproof.runners import Outcome, ProcessRunner, Runner, SerialRunner
+from kvproof._sweeping import Outcome, ProcessRunner, Runner, SerialRunner
+from kvproof.contract.sweep_table import Ending, Job
+from kvproof.errors import KvproofError, UsageError
 
 from .samples import job
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvproof._codec import from_plain, strict_loads, to_plain
-from kvproof._errors import OutputError, UsageError
-from kvproof._report import Verdict
-from kvproof._sweep import conditions_now, jobs_for, sweep
-from kvproof._table import Conditions, Ending, Job, Sweep
-from kvproof.runners import ProcessRunner, SerialRunner
+from kvproof._sweeping import ProcessRunner, SerialRunner
+from kvproof._sweeping.sweep import conditions_now, jobs_for, sweep
+from kvproof.contract.codec import from_plain, strict_loads, to_plain
+from kvproof.contract.results import Verdict
+from kvproof.contract.sweep_table import Conditions, Ending, Job, Sweep
+from kvproof.errors import OutputError, UsageError
 
 from .samples import CONDITIONS, ROOT, cell, job, matching
 
@@ -249,8 +249,8 @@ def test_progress_counts_from_what_is_there(tmp_path: Path):
 def test_two_sweeps_do_not_write_to_one_folder(tmp_path: Path):
     code = (
         "import pathlib, sys\n"
-        "from kvproof._errors import UsageError\n"
-        "from kvproof._sweep import opened_store\n"
+        "from kvproof.errors import UsageError\n"
+        "from kvproof._sweeping.sweep import opened_store\n"
         "from tests.sweep.samples import CONDITIONS\n"
         "try:\n"
         "    with opened_store(pathlib.Path(sys.argv[1]), CONDITIONS, fresh=True, on_note=print): pass\n"

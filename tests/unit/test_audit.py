@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests.strategies import random_subject
 
-from kvproof import _audit
-from kvproof._audit import Auditor
-from kvproof._programs import Call, run_program
-from kvproof._report import Verdict
-from kvproof._stages import Stage
-from kvproof._trace import Tap
-from kvproof._uncached import Uncached
+from kvproof._engine import audit as _audit
+from kvproof._engine.audit import Auditor
+from kvproof._engine.programs import Call, run_program
+from kvproof._engine.uncached_rows import Uncached
+from kvproof._numerics.taps import Tap
+from kvproof.contract.results import Verdict
+from kvproof.contract.stages import Stage
 from kvproof.faults import Fault, disturbed
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import token_by_token

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.small_report import GREEDY_RUN, REPORT, SEEDED_RUN
 
-from kvproof._codec import CodecError, from_plain, to_plain
-from kvproof._ledger import End, Header, LedgerFile, Step
-from kvproof._report import FaultResult, Report, RowResult, Verdict
+from kvproof.contract.codec import CodecError, from_plain, to_plain
+from kvproof.contract.ledger import End, Header, LedgerFile, Step
+from kvproof.contract.results import FaultResult, Report, RowResult, Verdict
 from kvproof.policies import Sample, Stops
 
 st.register_type_strategy(

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproof._compare import Evidence, gap_between, is_within, judge, largest
-from kvproof._numerics import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
-from kvproof._report import Verdict
+from kvproof._numerics.gaps import Evidence, gap_between, is_within, judge, largest
+from kvproof._numerics.tolerances import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
+from kvproof.contract.results import Verdict
 
 NAN, INF, MAX = math.nan, math.inf, sys.float_info.max
 

@@ -10,12 +10,12 @@ from tests.strategies import programs, random_subject, subjects
 from torch import Tensor
 
 from kvproof import ReferenceSubject, audit, faults, localise
-from kvproof._calls import Layout, TracedCall
-from kvproof._confirm import MOST_CAUSES, Cause, Confirmation, Rerun, cause_of, confirm
-from kvproof._report import Divergence
-from kvproof._stages import IN_LAYER, SHOWN_BY_ADAPTERS, Site, Stage
-from kvproof._trace import Tap
-from kvproof._values import LiteralRuns
+from kvproof._engine.calls import Layout, TracedCall
+from kvproof._engine.confirm import MOST_CAUSES, Cause, Confirmation, Rerun, cause_of, confirm
+from kvproof._engine.uncached_values import LiteralRuns
+from kvproof._numerics.taps import Tap
+from kvproof.contract.results import Divergence
+from kvproof.contract.stages import IN_LAYER, SHOWN_BY_ADAPTERS, Site, Stage
 from kvproof.faults import Fault
 from kvproof.faults._plantings import Kept
 from kvproof.reference import DecoderConfig

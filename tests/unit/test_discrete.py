@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvproof._discrete import Choices
-from kvproof._float64 import TrueFloat64
+from kvproof._numerics.top_k import Choices
+from kvproof._numerics.true_float64 import TrueFloat64
 
 SCORES = torch.tensor([[[1.0, 3.0, 2.0], [5.0, 4.0, 6.0]], [[0.0, 0.5, 0.25], [7.0, 9.0, 8.0]]])
 BEST = [[1, 2], [2, 0], [1, 2], [1, 2]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvproof._float64 import TrueFloat64
+from kvproof._numerics.true_float64 import TrueFloat64
 
 LOWERED: dict[str, Callable[[Tensor], Tensor]] = {
     "float()": lambda x: x.float(),

@@ -14,9 +14,9 @@ import torch
 
 import kvproof
 from kvproof import UsageError
-from kvproof._errors import ContextError, KvproofError, SubjectError
-from kvproof._forked import in_processes
-from kvproof._machine import threads
+from kvproof._system.forked import in_processes
+from kvproof._system.machine import threads
+from kvproof.errors import ContextError, KvproofError, SubjectError
 from kvproof.reference import Checkpoint
 from kvproof.scenarios import token_by_token
 from kvproof.subjects import ReferenceSubject
@@ -162,7 +162,7 @@ def test_a_parent_that_ends_takes_its_processes_with_it(number: signal.Signals, 
     """Ctrl-C is seen by the parent alone; one that is killed is missed by its processes."""
     script = f"""
         import os, signal, sys, threading, time
-        from kvproof._forked import in_processes
+        from kvproof._system.forked import in_processes
 
         {before}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvproof import Verdict, audit
-from kvproof._errors import SubjectError, UsageError
+from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries, chunked, token_by_token
 from kvproof.subjects import CacheWays, CallableSubject, ModuleSubject, as_subject
 from kvproof.subjects._factory import factory_of
@@ -286,7 +286,7 @@ def test_a_target_with_a_factory_is_told_from_others(target: str, parts: tuple[s
 
 FACTORIES = """
 import numpy as np
-from kvproof._errors import UsageError
+from kvproof.errors import UsageError
 
 rows = np.random.default_rng(0).normal(size=(11, 11)).astype("float32")
 

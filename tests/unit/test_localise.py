@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from kvproof import ReferenceSubject, faults, localise
-from kvproof import _rung as rung
-from kvproof import _values as values
-from kvproof._errors import AbilityError
-from kvproof._report import SubjectInfo
-from kvproof._stages import OVER_SLOTS, Site, Stage
-from kvproof._trace import Recorder, Tap
-from kvproof._values import LiteralRuns, OnePassRuns
+from kvproof._engine import rung
+from kvproof._engine import uncached_values as values
+from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns
+from kvproof._numerics.taps import Recorder, Tap
+from kvproof.contract.results import SubjectInfo
+from kvproof.contract.stages import OVER_SLOTS, Site, Stage
+from kvproof.errors import AbilityError
 from kvproof.faults import Fault
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked, interleaved, rollback, token_by_token

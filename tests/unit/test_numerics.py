@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.testing._comparison import default_tolerances
 
-from kvproof._errors import UsageError
-from kvproof._numerics import (
+from kvproof._numerics.tolerances import (
     CONSTANTS,
     DECLARED,
     NOISE_FACTOR,
@@ -14,6 +13,7 @@ from kvproof._numerics import (
     declared_tolerance,
     structural_limit,
 )
+from kvproof.errors import UsageError
 
 
 @pytest.mark.parametrize("dtype", DECLARED, ids=str)

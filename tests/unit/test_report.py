@@ -7,8 +7,8 @@ import math
 import pytest
 from tests.small_report import MILESTONE, REPORT
 
-from kvproof._errors import ReportError
-from kvproof._report import Milestone, Report, Tolerance, Verdict, worst
+from kvproof.contract.results import Milestone, Report, Tolerance, Verdict, worst
+from kvproof.errors import ReportError
 from kvproof.render.json import parse, render
 
 EXIT_STATUS = {

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproof._errors import UsageError
-from kvproof._generate import Request, generate, serve
-from kvproof._ledger import StopReason
+from kvproof._generation.requests import Request, generate, serve
+from kvproof.contract.ledger import StopReason
+from kvproof.errors import UsageError
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference.corpus import BOS_ID
 from kvproof.subjects import CallableSubject, ReferenceSubject, Subject

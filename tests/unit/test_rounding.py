@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproof._rounding import RandomRounding
+from kvproof._numerics.random_rounding import RandomRounding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VALUES = torch.linspace(-3, 3, 200, dtype=torch.float64)

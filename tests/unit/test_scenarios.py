@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvproof._errors import AbilityError, SubjectError, UsageError
-from kvproof._programs import Coverage, run_program
+from kvproof._engine.programs import Coverage, run_program
+from kvproof.errors import AbilityError, SubjectError, UsageError
 from kvproof.scenarios import (
     Ability,
     Boundaries,

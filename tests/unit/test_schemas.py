@@ -15,10 +15,10 @@ from jsonschema import Draft202012Validator
 from tests.small_report import REPORT
 from tests.sweep.samples import cell, group, job, table
 
-from kvproof._codec import to_plain
-from kvproof._ledger import ledger_lines
-from kvproof._report import Report
-from kvproof._table import Ending
+from kvproof.contract.codec import to_plain
+from kvproof.contract.ledger import ledger_lines
+from kvproof.contract.results import Report
+from kvproof.contract.sweep_table import Ending
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "src" / "kvproof" / "schemas"

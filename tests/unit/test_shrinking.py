@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tests.strategies import programs, random_subject, subjects
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._errors import SubjectError
-from kvproof._numerics import TOP_RUNG
-from kvproof._programs import run_program
-from kvproof._shrink import Looker, Tries, simplest
+from kvproof._engine.programs import run_program
+from kvproof._numerics.tolerances import TOP_RUNG
+from kvproof._shrinking.programs import Looker, Tries, simplest
+from kvproof._shrinking.simpler import cost_of, num_tokens, smaller
+from kvproof.errors import SubjectError
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import (
     Ability,
@@ -28,12 +29,9 @@ from kvproof.scenarios import (
     Reorder,
     Reset,
     Scenario,
-    cost_of,
     is_legal,
     longest_sequences,
-    num_tokens,
     random_programs,
-    smaller,
     usable,
 )
 from kvproof.subjects import Subject, limits_of

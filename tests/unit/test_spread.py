@@ -7,8 +7,8 @@ import torch
 from tests.small_report import DIVERGENCE
 
 from kvproof import audit, faults
-from kvproof._report import Divergence, Spread
-from kvproof._spread import BEFORE, MOST_TOKENS, spread_of
+from kvproof._engine.spread import BEFORE, MOST_TOKENS, spread_of
+from kvproof.contract.results import Divergence, Spread
 from kvproof.faults import Fault
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.reference.corpus import SEQUENCES

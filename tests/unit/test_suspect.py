@@ -7,10 +7,10 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._report import FourWays
-from kvproof._suspect import four_ways
-from kvproof._trace import Tap
-from kvproof._uncached import Uncached
+from kvproof._engine.four_computations import four_ways
+from kvproof._engine.uncached_rows import Uncached
+from kvproof._numerics.taps import Tap
+from kvproof.contract.results import FourWays
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import chunked, token_by_token
 from kvproof.subjects._base import Opening

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from kvproof._choosing import choose, new_generator
-from kvproof._errors import UsageError
+from kvproof._generation.choosing import choose, new_generator
+from kvproof.errors import UsageError
 from kvproof.policies import Greedy, Sample
 
 VOCAB = 40

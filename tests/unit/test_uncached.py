@@ -9,12 +9,12 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Report, Tolerance, Verdict, audit
-from kvproof import _rung as rung_module
-from kvproof._audit import NO_CERTIFICATE
-from kvproof._errors import SubjectError
-from kvproof._rung import Rung
-from kvproof._trace import Tap
-from kvproof._uncached import CAUSALITY_LEN, Uncached
+from kvproof._engine import rung as rung_module
+from kvproof._engine.audit import NO_CERTIFICATE
+from kvproof._engine.rung import Rung
+from kvproof._engine.uncached_rows import CAUSALITY_LEN, Uncached
+from kvproof._numerics.taps import Tap
+from kvproof.errors import SubjectError
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import Ability, chunked, token_by_token
 from kvproof.subjects._base import Opening

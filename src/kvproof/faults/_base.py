@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvproof._stages import Stage
-from kvproof._trace import Tap, untouched
+from kvproof._numerics.taps import Tap, untouched
+from kvproof.contract.stages import Stage
 from kvproof.subjects import Session
 
 MakeTap = Callable[[], Tap]

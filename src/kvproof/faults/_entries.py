@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvproof._stages import Stage
+from kvproof.contract.stages import Stage
 from kvproof.faults import _carriers as carriers
 from kvproof.faults._base import Planting
 from kvproof.faults._carriers import Carrier

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from kvproof._stages import Site, Stage
+from kvproof.contract.stages import Site, Stage
 from kvproof.faults import _carriers as carriers
 from kvproof.faults._base import Planting
 from kvproof.faults._carriers import Carrier

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvproof._stages import Site, Stage
-from kvproof._trace import Recorder
+from kvproof._numerics.taps import Recorder
+from kvproof.contract.stages import Site, Stage
 from kvproof.scenarios import Ability
 from kvproof.subjects import Subject
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvproof._stages import Stage
+from kvproof.contract.stages import Stage
 from kvproof.faults._base import Planting
 from kvproof.faults._carriers import SEEN_BY, Carrier
 from kvproof.faults._ground import Ground, Place

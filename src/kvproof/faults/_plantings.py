@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvproof._stages import Site, Stage
+from kvproof.contract.stages import Site, Stage
 from kvproof.faults._base import Planting
 from kvproof.faults._ground import Place, growing
 from kvproof.subjects import Session

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvproof._errors import UsageError
-from kvproof._stages import IN_LAYER, OVER_SLOTS, Site, Stage
-from kvproof._trace import token_axis
+from kvproof._numerics.taps import token_axis
+from kvproof.contract.stages import IN_LAYER, OVER_SLOTS, Site, Stage
+from kvproof.errors import UsageError
 from kvproof.faults._base import Fault, MakeTap
 
 

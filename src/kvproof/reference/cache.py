@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvproof._errors import CacheError
+from kvproof.errors import CacheError
 
 
 @dataclass(frozen=True, slots=True)

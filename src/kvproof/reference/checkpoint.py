@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvproof._digest import weights_digest
-from kvproof._errors import CheckpointError
-from kvproof._files import write_whole
-from kvproof._text import printable
+from kvproof._numerics.digests import weights_digest
+from kvproof._system.files import write_whole
+from kvproof.contract.text import printable
+from kvproof.errors import CheckpointError
 from kvproof.reference.corpus import PATTERNS, VOCABULARY
 from kvproof.reference.decoder import Decoder, DecoderConfig
 

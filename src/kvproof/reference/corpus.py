@@ -7,7 +7,7 @@ ties by construction, which is what makes tie rules and generator states visible
 
 from collections.abc import Iterable
 
-from kvproof._errors import TokenError
+from kvproof.errors import TokenError
 
 VOCABULARY = ("<bos>", "<eos>", "A", "B", "C", "D", "X", "Y")
 BOS_ID = VOCABULARY.index("<bos>")

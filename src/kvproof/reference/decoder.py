@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap, untouched
+from kvproof._numerics.taps import Tap, untouched
+from kvproof.contract.stages import Site, Stage
 from kvproof.reference.cache import Append
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvproof._errors import TrainingError, UsageError
+from kvproof.errors import TrainingError, UsageError
 from kvproof.reference.corpus import SEQUENCES, TARGETS
 from kvproof.reference.decoder import Decoder, DecoderConfig
 

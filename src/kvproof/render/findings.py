@@ -1,6 +1,6 @@
 """What an audit found, in sentences."""
 
-from kvproof._report import Divergence, ScenarioResult, Verdict
+from kvproof.contract.results import Divergence, ScenarioResult, Verdict
 
 
 def found(scenario: ScenarioResult) -> str | None:

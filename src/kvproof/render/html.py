@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvproof._report import (
+from kvproof.contract.results import (
     Certificate,
     Divergence,
     Mutant,
@@ -15,7 +15,7 @@ from kvproof._report import (
     ScenarioResult,
     Verdict,
 )
-from kvproof.render.brief import finding_of
+from kvproof.contract.sentences import finding_of
 from kvproof.render.findings import confirmation, found
 from kvproof.render.html_data import data_of
 from kvproof.render.page import CHARTS, number, page

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from kvproof._report import Report, RowResult, ScenarioResult, Spread
-from kvproof._text import printable
+from kvproof.contract.results import Report, RowResult, ScenarioResult, Spread
+from kvproof.contract.text import printable
 from kvproof.render.page import tail
 
 #: A number that is not finite is drawn above all others.

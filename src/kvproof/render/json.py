@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvproof._codec import CodecError, from_plain, strict_loads, to_plain
-from kvproof._errors import ReportError
-from kvproof._report import SCHEMA_VERSION, Report
+from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
+from kvproof.contract.results import SCHEMA_VERSION, Report
+from kvproof.errors import ReportError
 
 
 def render(report: Report) -> str:

@@ -2,9 +2,9 @@
 
 import xml.etree.ElementTree as ET
 
-from kvproof._report import Report, ScenarioResult, Verdict
-from kvproof._text import printable
-from kvproof.render.brief import finding_of
+from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.sentences import finding_of
+from kvproof.contract.text import printable
 
 
 def render(report: Report) -> str:

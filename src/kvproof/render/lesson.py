@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvproof._codec import to_plain
-from kvproof._lesson import Lesson
+from kvproof.contract.codec import to_plain
+from kvproof.contract.lesson import Lesson
 from kvproof.render.page import CHARTS, page
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
 from markupsafe import Markup
 
-from kvproof._text import printable
+from kvproof.contract.text import printable
 
 #: The charts' library, as it was published; versions and licences stand beside it.
 CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")

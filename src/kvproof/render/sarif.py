@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvproof._report import Report, ScenarioResult, Verdict
-from kvproof.render.brief import finding_of
+from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.sentences import finding_of
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 #: Where the format wants a file and the subject is none.

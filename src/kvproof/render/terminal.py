@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text as RichText
 
-from kvproof._ledger import MarginVerdict, Step
-from kvproof._report import (
+from kvproof.contract.ledger import MarginVerdict, Step
+from kvproof.contract.results import (
     Certificate,
     FaultResult,
     Milestone,
@@ -21,7 +21,7 @@ from kvproof._report import (
     ScenarioResult,
     Verdict,
 )
-from kvproof._text import printable
+from kvproof.contract.text import printable
 from kvproof.render.findings import finding, found
 
 _STYLE = {

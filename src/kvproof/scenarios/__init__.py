@@ -48,7 +48,6 @@ from kvproof.scenarios._data import (
 from kvproof.scenarios._drawn import RANDOM_PROGRAMS, random_program, random_programs, usable
 from kvproof.scenarios._legal import Limits, is_legal, needs_of
 from kvproof.scenarios._lengths import capacity, compared_prefixes, longest_sequences
-from kvproof.scenarios._smaller import cost_of, num_tokens, smaller
 
 __all__ = [
     "RANDOM_PROGRAMS",
@@ -78,7 +77,6 @@ __all__ = [
     "chunked",
     "compared_prefixes",
     "context_end",
-    "cost_of",
     "fork",
     "generation",
     "interleaved",
@@ -88,7 +86,6 @@ __all__ = [
     "multi_turn",
     "named",
     "needs_of",
-    "num_tokens",
     "on_cache",
     "poisoned",
     "positions_left_out",
@@ -98,7 +95,6 @@ __all__ = [
     "random_programs",
     "rollback",
     "rollback_across_calls",
-    "smaller",
     "token_by_token",
     "usable",
     "window_crossing",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvproof._errors import UsageError
+from kvproof.errors import UsageError
 from kvproof.scenarios._data import (
     Ability,
     CacheKind,

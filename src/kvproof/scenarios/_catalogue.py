@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 
-from kvproof._errors import UsageError
+from kvproof.errors import UsageError
 from kvproof.scenarios._builders import (
     batch_of,
     beam_reorder,

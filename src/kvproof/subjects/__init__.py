@@ -1,8 +1,8 @@
 """The seam: what kvproof asks of a decoder, and one adapter file for each kind of decoder."""
 
-from kvproof._report import SubjectInfo
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap
+from kvproof._numerics.taps import Tap
+from kvproof.contract.results import SubjectInfo
+from kvproof.contract.stages import Site, Stage
 from kvproof.subjects._base import Opening, Session, Subject, limits_of
 from kvproof.subjects._callables import CallableSubject
 from kvproof.subjects._factory import as_subject

@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvproof._errors import (
+from kvproof._numerics.taps import Tap, untouched
+from kvproof.contract.results import SubjectInfo
+from kvproof.errors import (
     AbilityError,
     ContextError,
     KvproofError,
@@ -24,8 +26,6 @@ from kvproof._errors import (
     TokenError,
     UsageError,
 )
-from kvproof._report import SubjectInfo
-from kvproof._trace import Tap, untouched
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Limits, Method
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvproof._errors import SubjectError, UsageError
-from kvproof._report import SubjectInfo
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap, untouched
+from kvproof._numerics.taps import Tap, untouched
+from kvproof.contract.results import SubjectInfo
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import at_the_seam
 from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor

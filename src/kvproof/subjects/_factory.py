@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from kvproof._errors import KvproofError, UsageError
+from kvproof.errors import KvproofError, UsageError
 from kvproof.subjects._base import Subject
 from kvproof.subjects._callables import CallableSubject
 

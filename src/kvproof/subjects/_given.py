@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvproof._errors import SubjectError
-from kvproof._trace import Tap, untouched
+from kvproof._numerics.taps import Tap, untouched
+from kvproof.errors import SubjectError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Opening, Session, Subject
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvproof._digest import weights_digest
-from kvproof._errors import SubjectError, UsageError
-from kvproof._float64 import TrueFloat64
-from kvproof._report import SubjectInfo
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap, untouched
+from kvproof._numerics.digests import weights_digest
+from kvproof._numerics.taps import Tap, untouched
+from kvproof._numerics.true_float64 import TrueFloat64
+from kvproof.contract.results import SubjectInfo
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
 from kvproof.subjects._base import at_the_seam
 from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor

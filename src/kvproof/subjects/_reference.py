@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvproof._digest import weights_digest
-from kvproof._errors import CheckpointError
-from kvproof._report import SubjectInfo
-from kvproof._trace import Tap
+from kvproof._numerics.digests import weights_digest
+from kvproof._numerics.taps import Tap
+from kvproof.contract.results import SubjectInfo
+from kvproof.errors import CheckpointError
 from kvproof.reference import VOCABULARY, Checkpoint, DecoderCache
 from kvproof.reference.cache import Append
 from kvproof.scenarios import Ability

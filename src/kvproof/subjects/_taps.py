@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvproof._stages import Site, Stage
-from kvproof._trace import Tap
+from kvproof._numerics.taps import Tap
+from kvproof.contract.stages import Site, Stage
 
 
 @contextmanager

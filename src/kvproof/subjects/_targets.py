@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvproof._errors import SubjectError, UsageError
+from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Subject, at_the_seam
 from kvproof.subjects._factory import factory_of, subject_from

@@ -1,0 +1,1 @@
+"""The engine: audits a subject through the seam, and knows no adapter."""

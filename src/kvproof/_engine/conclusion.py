@@ -1,0 +1,71 @@
+"""What all scenarios together come to: an audit's verdict, and the sentence that says it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvproof._numerics.gaps import largest
+from kvproof.contract.results import Certificate, RowResult, ScenarioResult, Verdict, worst
+
+#: The check that comes before every scenario where rows are taken from one pass.
+CAUSALITY = "causality"
+
+
+def joined(results: Sequence[ScenarioResult]) -> Verdict:
+    """Join what counts; causality alone, with no scenario checked, shows nothing of a cache."""
+    counted = [result for result in results if not result.advice]
+    verdicts = [result.verdict for result in counted if result.name != CAUSALITY]
+    causality = [result.verdict for result in counted if result.name == CAUSALITY]
+    if worst(verdicts) is Verdict.NOT_CHECKED and worst(causality).passes:
+        return Verdict.NOT_CHECKED
+    return worst(verdicts + causality)
+
+
+def verdict_of(results: Sequence[ScenarioResult], certificate: Certificate | None) -> Verdict:
+    """Join what counts with what the certificate could not show."""
+    problem = certificate is not None and certificate.problem is not None
+    return worst([joined(results), *((Verdict.VACUOUS,) if problem else ())])
+
+
+def summary_of(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
+    """Return in one sentence what was found, or how much was compared."""
+    causality = next((result for result in results if result.name == CAUSALITY), None)
+    results = [result for result in results if not result.advice and result is not causality]
+    compared = [row for result in results for row in result.rows]
+    gap = largest(result.largest_gap for result in results)
+    text = f"{len(compared)} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
+    located = next((result.divergence for result in results if result.divergence), None)
+    row = next((row for row in compared if row.verdict is Verdict.DIVERGED), None)
+    if causality is not None and causality.verdict is Verdict.DIVERGED:
+        return f"The uncached path is {causality.reason}."
+    if verdict is Verdict.DIVERGED and located is not None:
+        return f"The cached path diverges: {located.sentence}."
+    if row is not None:
+        return f"The cached path diverges after {row.tokens}: {row.reason}."
+    if verdict.passes:
+        return f"The cached path computes the same logits as the uncached one: {text}."
+    if certificate is not None and certificate.problem is not None:
+        return f"Not shown: {text}, and {certificate.problem}."
+    look = f"; look first where, {located.sentence}" if located is not None else ""
+    return f"Not shown: {text}, verdict {verdict.value}{look}."
+
+
+def result_of(
+    name: str, verdict: Verdict, rows: tuple[RowResult, ...], *, reason: str | None = None
+) -> ScenarioResult:
+    """Return what a scenario came to by its rows alone."""
+    return ScenarioResult(
+        name=name,
+        advice=False,
+        verdict=verdict,
+        rows=rows,
+        largest_gap=largest(row.gap for row in rows),
+        num_values_compared=0,
+        reason=reason,
+        divergence=None,
+        four_ways=None,
+    )
+
+
+def empty_result(name: str, verdict: Verdict, reason: str, *, advice: bool) -> ScenarioResult:
+    """Return the result of a scenario that gave no row, and why."""
+    return dataclasses.replace(result_of(name, verdict, (), reason=reason), advice=advice)

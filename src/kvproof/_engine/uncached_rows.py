@@ -1,0 +1,328 @@
+"""The uncached path: what every prefix's row must equal, and how well that is known.
+
+Literal: each prefix is run on its own. One-pass: a prefix's row comes from the pass over a longer sequence
+that starts with it, which is right only for a causal subject. Both are computed where they can be held
+against each other: at every prefix where rows are literal; else at every prefix of the first sequence up to
+`CAUSALITY_LEN`, which proves causality, and at a few lengths of every sequence, the subject's own windows
+among them.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvproof._engine.rung import Block, Prefix, Rung
+from kvproof._numerics.gaps import gap_between, judge_margin, largest
+from kvproof._numerics.random_rounding import RandomRounding
+from kvproof._numerics.tolerances import NUM_SAMPLES, TOP_RUNG
+from kvproof._numerics.top_k import Choice, Choices
+from kvproof._system.forked import in_processes
+from kvproof.contract.ledger import MarginVerdict
+from kvproof.errors import SubjectError
+from kvproof.scenarios import Ability
+from kvproof.subjects import Subject
+from kvproof.subjects._base import at_the_seam
+
+#: How uncached rows are computed.
+Reference = Literal["literal", "one-pass"]
+
+#: Up to this length the first sequence's rows are computed both ways at every prefix.
+CAUSALITY_LEN = 8
+#: Random rounding is measured over a prefix and what follows it up to a multiple of this: it costs many passes.
+SAMPLED_LEN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BothWays:
+    """One prefix's row by both uncached ways, at every rung there is: differences of logits."""
+
+    prefix: Prefix
+    worst_id: int
+    gap: float
+    scale: float
+    top_gap: float | None
+    top_scale: float | None
+    error: float | None  #: the larger error of the two ways in the declared dtype
+    margin: float
+    margin_verdict: MarginVerdict
+
+
+class Uncached:
+    """Every prefix's uncached row at the declared rung and, where there is one, the top rung.
+
+    Noise and errors are running maxima over length and pooled over all sequences that were measured: a single
+    row's may be small by luck. Where they are not enough, `sampled_error` measures the row itself.
+    """
+
+    def __init__(self, subject: Subject, reference: Reference, *, top_rung: bool = True) -> None:
+        self.reference = reference
+        self.declared = Rung(subject)
+        self._dtype: torch.dtype = getattr(torch, subject.info.dtype)
+        self.top: Rung | None = None
+        self.no_top_reason: str | None = None if top_rung else "left out as asked"
+        if top_rung and Ability.CAST not in subject.info.abilities and self._dtype is TOP_RUNG:
+            self.top = self.declared
+        elif top_rung and Ability.CAST not in subject.info.abilities:
+            self.no_top_reason = "the subject cannot be cast"
+        elif top_rung:
+            try:
+                self.top = Rung(subject.cast(TOP_RUNG))
+            except SubjectError as error:
+                self.drop_top(error)
+        self.both_ways: list[BothWays] = []
+        self._sequences: list[Prefix] = []
+        self._noise: list[float] = [0.0]
+        self._top_noise: list[float] = [0.0]
+        self._errors: list[float] = [0.0]
+        self._sampled: dict[tuple[Prefix, bool], list[float]] = {}
+        self._choices: dict[Prefix, list[Choice | None]] = {}
+        self._no_choices = False
+        self._as_chosen: Rung | None = None
+        self._errors_as_chosen: dict[Prefix, list[float]] = {}
+        self._exact: tuple[Rung, tuple[str, ...]] | None = None
+        self._tried_tables = False
+
+    @property
+    def rungs(self) -> list[Rung]:
+        """The rungs there are, the declared one first."""
+        return [self.declared] if self.top is None else [self.declared, self.top]
+
+    def drop_top(self, error: SubjectError) -> None:
+        """Go on without float64, and remember why."""
+        self.top, self.no_top_reason = None, str(error).splitlines()[0]
+
+    def know(self, sequences: Iterable[Prefix]) -> None:
+        """Measure what is not yet known of these sequences, the longest first, so that they share passes.
+
+        Raises `SubjectError` where the decoder does; the sequence is then still unknown.
+        """
+        for sequence in sorted(sequences, key=len, reverse=True):
+            if self._home(sequence) is not None:
+                continue
+            self._sequences.append(sequence)
+            num_measured = len(self.both_ways)
+            try:
+                self._measure(sequence, is_first=len(self._sequences) == 1)
+            except SubjectError:
+                self._sequences.remove(sequence)
+                del self.both_ways[num_measured:]
+                raise
+
+    def computed(self, sequences: Sequence[Prefix], jobs: int) -> Iterator[Prefix]:
+        """Yield sequences, the longest first, each with the rows computed that `know` will ask for.
+
+        So many processes compute them; one computes none, for `know` will. What raises there raises again here.
+        """
+        longer = {s: sequences[:place] for place, s in enumerate(sequences)}
+        alone = [s for s in sequences if not any(o[: len(s)] == s for o in (*self._sequences, *longer[s]))]
+        is_first = not self._sequences
+
+        def work(number: int) -> list[dict[Block, NDArray[np.uint8]]]:
+            known = [rung.blocks for rung in self.rungs]
+            with suppress(SubjectError):
+                self._measure(alone[number], is_first=is_first and number == 0)
+            return [rung.computed_since(blocks) for rung, blocks in zip(self.rungs, known, strict=True)]
+
+        found = in_processes(work, len(alone), jobs) if jobs > 1 else None
+        for sequence in sequences:
+            if found is not None and sequence in alone:
+                for rung, blocks in zip(self.rungs, next(found), strict=False):  # the top rung may be given up
+                    rung.take(blocks)
+            yield sequence
+
+    def row(self, prefix: Prefix, *, top: bool = False) -> Tensor:
+        """Return the uncached row (vocab,) that follows a prefix, in the declared dtype or in float64."""
+        rung = self.top if top else self.declared
+        assert rung is not None
+        return self.row_of(rung, prefix)
+
+    def noise(self, length: int) -> float:
+        """Return the largest gap, at this length or a shorter one, between two uncached ways to a row."""
+        return self._noise[min(length, len(self._noise) - 1)]
+
+    def top_noise(self, length: int) -> float:
+        """Return the same in float64."""
+        return self._top_noise[min(length, len(self._top_noise) - 1)]
+
+    def error(self, length: int) -> float:
+        """Return the uncached path's largest error against float64 at this length or a shorter one."""
+        return self._errors[min(length, len(self._errors) - 1)]
+
+    def sampled_error(self, prefix: Prefix, *, as_chosen: bool = False) -> float:
+        """Return how far random rounding in the declared dtype moves this row or a shorter one from float64.
+
+        With ``as_chosen`` it moves no discrete choice: all take what the pass in the declared dtype takes.
+        """
+        assert self.top is not None
+        home = (self._home(prefix) or prefix)[: -(-len(prefix) // SAMPLED_LEN) * SAMPLED_LEN]
+        if (home, as_chosen) not in self._sampled:
+            taken = self._taken(home) if as_chosen else ()
+            errors = [0.0] * (len(home) + 1)
+            for seed in range(int(NUM_SAMPLES.value)):
+                moved, rounding = Rung(self.top.subject), RandomRounding(self._dtype, seed)
+                for length in range(1, len(home) + 1):
+                    with Choices(taken), rounding:
+                        row = moved.one_pass(home, length)
+                    true = self.as_chosen(home, length) if as_chosen else self.row(home[:length], top=True)
+                    errors[length] = largest((gap_between(true, row).size, errors[length]))
+            self._sampled[home, as_chosen] = _running(errors)
+        return self._sampled[home, as_chosen][len(prefix)]
+
+    def choices(self, ids: Prefix) -> list[Choice | None]:
+        """Return what each top-k of the pass over these tokens takes in the declared dtype, among experts.
+
+        Each comes with its scores' error against float64, where what came before was chosen alike. None stands
+        for one whose candidates grow in number with the tokens: those are keys, or blocks of them.
+        """
+        if self._no_choices:
+            return []
+        if ids not in self._choices:
+            assert self.top is not None
+            made = _choices_of(self.declared, ids)
+            self._no_choices = not made
+            others = [_choices_of(self.declared, other) for other in _of_other_lengths(ids)] if made else []
+            true = _choices_of(self.top, ids, [choice.taken for choice in made]) if made else []
+            self._choices[ids] = [
+                dataclasses.replace(own, error=gap_between(exact.scores, own.scores).size)
+                if all(own.is_of_the_same_kind(other[number]) for other in others if number < len(other))
+                else None
+                for number, (own, exact) in enumerate(zip(made, true, strict=False))
+            ]
+        return self._choices[ids]
+
+    def error_as_chosen(self, prefix: Prefix) -> float:
+        """Return the uncached path's largest error up to this row, against float64 with the same choices."""
+        home = self.home(prefix)
+        if home not in self._errors_as_chosen:
+            lengths = range(1, len(home) + 1)
+            rows = ((self.as_chosen(home, length), self.row(home[:length])) for length in lengths)
+            self._errors_as_chosen[home] = _running([0.0, *(gap_between(true, own).size for true, own in rows)])
+        return self._errors_as_chosen[home][len(prefix)]
+
+    def as_chosen(self, ids: Prefix, length: int) -> Tensor:
+        """Return the float64 row after so many of these tokens, with the choices of the declared dtype's pass."""
+        assert self.top is not None
+        if self._as_chosen is None:
+            self._as_chosen = Rung(self.top.subject)
+        with Choices(self._taken(ids)):
+            return self._as_chosen.one_pass(ids, length)
+
+    def _taken(self, ids: Prefix) -> list[Tensor | None]:
+        return [None if choice is None else choice.taken for choice in self.choices(ids)]
+
+    def exact_tables(self) -> tuple[Rung, tuple[str, ...]] | None:
+        """Return the top rung with tables computed anew in float64, and which; None where that cannot be had.
+
+        It is tried once: a model that cannot be built again excuses nothing.
+        """
+        if not self._tried_tables and self.top is not None:
+            self._tried_tables, top = True, self.top.subject
+            with suppress(SubjectError):
+                exact = at_the_seam(lambda: top.with_exact_tables(self._dtype))
+                self._exact = None if exact is None else (Rung(exact[0]), exact[1])
+        return self._exact
+
+    @property
+    def exact(self) -> Rung | None:
+        """The top rung with exact tables, once something called for it."""
+        return self._exact[0] if self._exact is not None else None
+
+    def row_of(self, rung: Rung, prefix: Prefix) -> Tensor:
+        """Return the uncached row (vocab,) that follows a prefix, computed by a rung."""
+        home = self._home(prefix) if self.reference == "one-pass" else None
+        return rung.literal(prefix) if home is None else rung.one_pass(home, len(prefix))
+
+    def home(self, prefix: Prefix) -> Prefix:
+        """Return the tokens of the pass that a prefix's row is taken from."""
+        return (self._home(prefix) if self.reference == "one-pass" else None) or prefix
+
+    def continuation(self, prefix: Prefix) -> Prefix | None:
+        """Return a known sequence that goes on after a prefix."""
+        longer = (s for s in self._sequences if len(s) > len(prefix) and s[: len(prefix)] == prefix)
+        return next(longer, None)
+
+    def _home(self, prefix: Prefix) -> Prefix | None:
+        """Return the known sequence that starts with a prefix."""
+        return next((s for s in self._sequences if s[: len(prefix)] == prefix), None)
+
+    def _measure(self, sequence: Prefix, *, is_first: bool) -> None:
+        """Hold both uncached ways against each other at the spots, and both against float64 everywhere."""
+        num_more = len(sequence) + 1 - len(self._noise)
+        for known in (self._noise, self._top_noise, self._errors):
+            known += [known[-1]] * num_more
+        spots = self._spots(len(sequence), is_first=is_first)
+        try:
+            for length in range(1, len(sequence) + 1):
+                if length in spots:
+                    self._measure_both_ways(sequence, length)
+                elif self.top is not None:
+                    one, truth = (rung.one_pass(sequence, length) for rung in self.rungs)
+                    self._errors[length] = largest((self._errors[length], gap_between(truth, one).size))
+        finally:
+            self._noise, self._top_noise, self._errors = map(
+                _running, (self._noise, self._top_noise, self._errors)
+            )
+
+    def _spots(self, length: int, *, is_first: bool) -> set[int]:
+        """Return the lengths at which both ways are computed; at the whole length they are one and the same."""
+        if self.reference == "literal":
+            return set(range(1, length + 1))
+        proof = CAUSALITY_LEN if is_first else 2
+        windows = self.declared.subject.boundaries.windows
+        around = {window + more for window in windows for more in (0, 1, window, window + 1)}
+        return {spot for spot in {*range(1, proof + 1), length // 2, *around} if 0 < spot < length}
+
+    def _measure_both_ways(self, sequence: Prefix, length: int) -> None:
+        prefix = sequence[:length]
+        literal, one = self.declared.literal(prefix), self.declared.one_pass(sequence, length)
+        gap = gap_between(literal, one)
+        self._noise[length] = largest((self._noise[length], gap.size))
+        margin, margin_verdict = judge_margin(literal, one, gap.size)
+        top_gap = top_scale = error = None
+        if self.top is not None:
+            truth = self.top.literal(prefix)
+            top = gap_between(truth, self.top.one_pass(sequence, length))
+            top_gap, top_scale = top.size, top.scale
+            error = largest(gap_between(truth, row).size for row in (literal, one))
+            self._top_noise[length] = largest((self._top_noise[length], top.size))
+            self._errors[length] = largest((self._errors[length], error))
+        self.both_ways.append(
+            BothWays(
+                prefix=prefix,
+                worst_id=gap.index[0],
+                gap=gap.size,
+                scale=gap.scale,
+                top_gap=top_gap,
+                top_scale=top_scale,
+                error=error,
+                margin=margin,
+                margin_verdict=margin_verdict,
+            )
+        )
+
+
+def _of_other_lengths(ids: Prefix) -> tuple[Prefix, ...]:
+    """Return one token less, and one alone: of keys in blocks there may be as many with one token less."""
+    return tuple(dict.fromkeys((ids[:-1], ids[:1]))) if len(ids) > 1 else (ids * 2,)
+
+
+def _choices_of(rung: Rung, ids: Prefix, forced: Sequence[Tensor | None] = ()) -> list[Choice]:
+    choices = Choices(forced)
+    with choices:
+        rung.subject.rows(ids, keep=range(len(ids) - 1, len(ids)))
+    return choices.made
+
+
+def _running(values: Sequence[float]) -> list[float]:
+    """Return the running maximum, in which a NaN is never lost."""
+    result: list[float] = []
+    for value in values:
+        result.append(largest((value, *result[-1:])))
+    return result

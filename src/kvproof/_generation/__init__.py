@@ -1,0 +1,1 @@
+"""Generation: requests that run step by step on record, and their replay."""

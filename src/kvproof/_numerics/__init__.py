@@ -1,0 +1,1 @@
+"""Numerics: how far two values are apart, and what rounding explains of it. Knows torch and no subject."""

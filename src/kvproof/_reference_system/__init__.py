@@ -1,0 +1,1 @@
+"""The reference system: the milestone, its gate and the lesson, over the reference decoder."""

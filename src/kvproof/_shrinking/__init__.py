@@ -1,0 +1,1 @@
+"""Shrinking: from a finding to the simplest file that shows it without kvproof."""

@@ -1,0 +1,297 @@
+"""From a report to one file that shows its finding without kvproof."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvproof._engine.conclusion import CAUSALITY
+from kvproof._numerics.tolerances import STRUCTURAL_FLOOR, TOP_RUNG
+from kvproof._shrinking.programs import CLEAR, Failure, Looker, Tries, simplest
+from kvproof._shrinking.simpler import num_tokens
+from kvproof._system.files import write_whole
+from kvproof.contract.results import Report, Request, ScenarioResult, Verdict
+from kvproof.errors import KvproofError, ReportError, UsageError
+from kvproof.scenarios import Ability, Extend, Generate, Scenario, catalogue, random_programs, token_by_token
+from kvproof.subjects import Subject, limits_of
+from kvproof.subjects._targets import LoadOptions, load_target, pretrained_source
+
+if TYPE_CHECKING:
+    from kvproof._shrinking.models import Recipe
+    from kvproof.subjects._transformers import TransformersSubject
+
+#: Tries of programs and of models, of each at most so many.
+MOST_TRIES = 400
+#: How long a written file may run, in seconds.
+LIMIT_S = 600
+#: The part of the row's scale beyond which a file calls a row wrong: float64 weights alone leave 1e-6, …
+USUAL_LIMIT = 1e-5
+#: … and float32 leaves 5e-5.
+SINGLE_LIMIT = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproduction:
+    """A written file, and what became of it."""
+
+    file: Path
+    num_lines: int
+    reproduces: bool  #: run on its own, it exits with 1
+    output: str  #: the last line that it printed
+    sentence: str  #: what was shrunk to what, in words
+
+
+@dataclass(slots=True, kw_only=True)
+class _Case:
+    """What is shrunk: a program, its wrong row, and the model that gives it."""
+
+    subject: "TransformersSubject"  #: in float64
+    program: Scenario
+    failure: Failure
+    cached: bool
+    source: "Recipe | dict[str, Any]"
+
+
+def reproduce(
+    report: Report,
+    file: Path,
+    *,
+    name: str,
+    only: str | None = None,
+    on_stage: Callable[[str], None] = lambda text: None,
+) -> Reproduction:
+    """Shrink what a report found first, or in the scenario ``only``, write it to ``file``, and run that.
+
+    ``name`` is the report's, for messages. Raises `UsageError` where nothing diverged that can be written out,
+    where the subject cannot be had any more, and where nothing fails in float64 here; `OutputError` where the
+    file cannot be written.
+    """
+    if report.request is None:
+        raise ReportError(
+            f"{name} does not say how its audit was made; kvproof audit --report DIR writes one that does"
+        )
+    found = _finding(report, name, only)
+    on_stage(f"loading {report.request.target or report.request.config}")
+    case, first = _case(report.request, found.name, on_stage)
+    num_weights = _num_weights(case)
+    _shrink(case, on_stage, report.request.device)
+    text = _text(case, report, found, report.request.device)
+    write_whole(file, text.encode())
+    on_stage(f"running {file.name}")
+    status, output = _run(file)
+    return Reproduction(
+        file=file,
+        num_lines=text.count("\n"),
+        reproduces=status == 1 and "relative gap" in output,
+        output=output,
+        sentence=_sentence(found.name, first, num_weights, case),
+    )
+
+
+def _finding(report: Report, name: str, only: str | None) -> ScenarioResult:
+    """Return the result to shrink."""
+    diverged = [s for s in report.scenarios if s.verdict is Verdict.DIVERGED]
+    if only is not None:
+        wanted = [s for s in diverged if s.name == only]
+        if not wanted:
+            names = ", ".join(s.name for s in diverged) or "none"
+            raise UsageError(f"no scenario {only!r} diverged in {name}; of those that did there are: {names}")
+        return wanted[0]
+    counted = [s for s in diverged if not s.advice]
+    if not counted:
+        raise UsageError(f"nothing diverged in {name}: there is nothing to shrink")
+    # What goes through generate() is not written out, so anything else comes first.
+    return next((s for s in counted if not s.name.startswith("generate ")), counted[0])
+
+
+def programs_of(request: Request, subject: Subject) -> tuple[Scenario, ...]:
+    """Return every program of an audit again."""
+    first, second = request.sequences
+    drawn = random_programs(limits_of(subject), num=request.num_programs, seed=request.seed, max_len=len(first))
+    return (*catalogue(first, second, subject.boundaries), *drawn)
+
+
+def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple[_Case, Scenario]:
+    """Return the first program of a name that fails in float64, on the model to be written out."""
+    options = LoadOptions(
+        dtype=request.dtype,
+        seed=request.seed,
+        attention=request.attention,
+        device=request.device,
+        trust_remote_code=request.trust_remote_code,
+        config=None if request.config is None else Path(request.config),
+    )
+    loaded = load_target(request.target, options)
+    if not _is_of_transformers(loaded):
+        raise UsageError(
+            f"{request.target} makes a decoder of its own: only models of transformers are written out"
+        )
+    cached = name != CAUSALITY
+    programs = [p for p in programs_of(request, loaded) if p.name == name]
+    if not cached:
+        whole = Extend(ids=(request.sequences[0],))
+        programs = [replace(token_by_token(request.sequences[0]), name=CAUSALITY, operations=(whole,))]
+    if any(isinstance(operation, Generate) for program in programs for operation in program.operations):
+        raise UsageError(f"{name!r} goes through generate(), and such programs are not written out")
+    on_stage(f"looking for {name}")
+    for subject, source in _models(request, loaded):
+        # The clearest first: beside a fault there may be what tables of a lower dtype move.
+        for least, program in product((CLEAR, USUAL_LIMIT, STRUCTURAL_FLOOR.value), programs):
+            failure = _looker(subject, program, cached).failure(program, least)
+            if failure is not None:
+                case = _Case(subject=subject, program=program, failure=failure, cached=cached, source=source)
+                return case, program
+    raise UsageError(
+        f"{name!r} does not fail in float64 on {request.target or request.config}, run as a file without kvproof "
+        f"runs it, with torch {torch.__version__} and the library that is installed; a fault of the declared "
+        "dtype alone, or of how a session opens its caches, is not written out"
+    )
+
+
+def _is_of_transformers(subject: Subject) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from kvproof.subjects._transformers import TransformersSubject
+
+    return isinstance(subject, TransformersSubject)
+
+
+def _looker(subject: "TransformersSubject", program: Scenario, cached: bool) -> Looker:
+    """Return what looks for rows that are wrong in true float64, and as a file without kvproof computes them."""
+    from kvproof.subjects._transformers import TransformersSubject
+
+    model = subject.model
+    if _is_padded(program):
+        model = copy.deepcopy(model).float()
+    alone = TransformersSubject(model, name=subject.info.name, seed=subject.seed, true_float64=False)
+    return Looker(subject, alone, cached=cached)
+
+
+def _is_padded(program: Scenario) -> bool:
+    """Return whether a program pads rows: float64 that is not true gives NaN there with some attention."""
+    return Ability.PAD in program.needs
+
+
+def _models(request: Request, loaded: Subject) -> "Iterator[tuple[TransformersSubject, Recipe | dict[str, Any]]]":
+    """Yield what a file can build in place of the subject that was audited."""
+    from kvproof._shrinking.models import plain_model, recipe_of
+    from kvproof.subjects._transformers import TransformersSubject
+
+    assert isinstance(loaded, TransformersSubject)
+    source = pretrained_source(request.target, request.dtype, request.attention, request.trust_remote_code)
+    if source is None:
+        recipe = recipe_of(loaded, request.attention)
+        yield plain_model(recipe, name=loaded.info.name, device=request.device), recipe
+        return
+    exact = loaded.cast(TOP_RUNG)
+    assert isinstance(exact, TransformersSubject)
+    yield exact, source
+
+
+def _shrink(case: _Case, on_stage: Callable[[str], None], device: str) -> None:
+    """Shrink program and model in turns, until neither gets simpler, quietly: each model would log the same."""
+    from kvproof.subjects._transformers import quiet
+
+    def told(what: str, num: int) -> None:
+        on_stage(f"shrinking the {what}: {len(case.program.operations)} operations, {num} tries")
+
+    models = Tries(most=MOST_TRIES, on_try=lambda num: told("model", num))
+    programs = Tries(most=MOST_TRIES, on_try=lambda num: told("program", num))
+    while True:
+        before = (case.program, repr(case.source))
+        with quiet():
+            looker = _looker(case.subject, case.program, case.cached)
+            case.program, case.failure = looker.shrunk(case.program, case.failure, programs)
+            _shrink_model(case, models, device)
+        programs.known.clear()  # on another model other programs may fail
+        if (case.program, repr(case.source)) == before or programs.num >= programs.most:
+            return
+
+
+def _shrink_model(case: _Case, tries: Tries, device: str) -> None:
+    from kvproof._shrinking.models import Recipe, num_parameters, plain_model, size_of, smaller_recipes
+
+    if not isinstance(case.source, Recipe):
+        return
+    least, sizes = case.failure.least, {repr(case.source): size_of(case.source, num_parameters(case.source))}
+
+    def better(candidate: Recipe, best: Recipe) -> bool:
+        try:
+            size = size_of(candidate, num_parameters(candidate))
+            if size >= sizes[repr(best)]:
+                return False
+            subject = plain_model(candidate, name=case.subject.info.name, device=device)
+        except KvproofError:
+            return False
+        failure = _looker(subject, case.program, case.cached).failure(case.program, least)
+        if failure is None:
+            return False
+        sizes[repr(candidate)] = size
+        case.subject, case.failure = subject, failure
+        return True
+
+    case.source = simplest(case.source, smaller_recipes, better, tries, key=repr)
+
+
+def _text(case: _Case, report: Report, found: ScenarioResult, device: str) -> str:
+    from kvproof._shrinking.standalone import Found, standalone
+
+    gap, single = case.failure.gap, _is_padded(case.program)
+    usual = SINGLE_LIMIT if single else USUAL_LIMIT
+    what = f"{found.name} of {report.subject.name}: the row after {len(case.failure.prefix)} tokens is "
+    what += "not the uncached one." if case.cached else "another one where more tokens follow."
+    sentence = f"{found.divergence.sentence}." if found.divergence is not None else report.summary
+    return standalone(
+        Found(
+            program=case.program,
+            place=case.failure.place,
+            prefix=case.failure.prefix,
+            cached=case.cached,
+            single=single,
+            limit=usual if gap > 10 * usual else gap / 10,
+            title=what,
+            sentence=f"In the audit: {sentence}",
+        ),
+        case.subject,
+        case.source,
+        device,
+    )
+
+
+def _run(file: Path) -> tuple[int, str]:
+    """Run a written file by itself, without the network; return its exit status and the last line it printed."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, file.name],
+            cwd=file.resolve().parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"it was stopped after {LIMIT_S} seconds"
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return done.returncode, lines[-1] if lines else "it printed nothing"
+
+
+def _num_weights(case: _Case) -> int:
+    return int(case.subject.model.num_parameters())
+
+
+def _sentence(name: str, first: Scenario, num_weights: int, case: _Case) -> str:
+    def told(program: Scenario, weights: int) -> str:
+        num = len(program.operations)
+        operations = f"{num} operation{'s' if num > 1 else ''}"
+        return f"{operations}, {num_tokens(program)} tokens, {weights} weights"
+
+    return f"{name}: {told(first, num_weights)}, shrunk to {told(case.program, _num_weights(case))}"

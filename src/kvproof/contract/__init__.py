@@ -1,0 +1,1 @@
+"""The contract: reports, ledgers and tables as frozen data. Standard library only."""

@@ -1,0 +1,445 @@
+"""The report: what an audit found, as frozen data that JSON holds without loss.
+
+Everything a reader or a renderer needs is here, and nothing is a tensor. Layers, positions, heads, slots
+and batch rows count from 0. Gaps, scales, noise and errors are absolute differences of logits.
+"""
+
+import importlib
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvproof.contract.environment import Environment
+from kvproof.contract.ledger import MarginVerdict, Run
+from kvproof.contract.stages import Stage
+from kvproof.scenarios import Ability
+
+#: Rises when a member changes its meaning or goes away.
+SCHEMA_VERSION = 1
+
+
+class Verdict(StrEnum):
+    """What the evidence says. Members stand from harmless to worst; joined, the worst wins."""
+
+    NOT_CHECKED = "not-checked"  #: the subject lacks the ability; never counts as a pass
+    MATCH = "match"  #: the gap lies within what the declared dtype allows
+    ROUNDING = "rounding"  #: outside it, but shown to be regrouping noise
+    VACUOUS = "vacuous"  #: the audit could not be shown able to fail
+    INCONCLUSIVE = "inconclusive"  #: it ran, and the evidence cannot tell
+    DIVERGED = "diverged"  #: a bug
+
+    @property
+    def exit_status(self) -> int:
+        """The command line's exit status for this verdict."""
+        return {"diverged": 1, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the cached path was shown to compute what the uncached one does."""
+        return self in (Verdict.MATCH, Verdict.ROUNDING)
+
+
+def worst(verdicts: "list[Verdict]") -> Verdict:
+    """Join verdicts: the worst wins, and of none at all nothing was checked."""
+    order = list(Verdict)
+    return max(verdicts, key=order.index, default=Verdict.NOT_CHECKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """The declared tolerance of a dtype: ``absolute + relative × the row's largest absolute logit``."""
+
+    dtype: str
+    absolute: float
+    relative: float
+    source: str
+
+    def allowed(self, scale: float) -> float:
+        """Return the largest gap that counts as a match for a row of this scale."""
+        return self.absolute + self.relative * scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A number that decides an outcome, with where it comes from."""
+
+    name: str
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectInfo:
+    """What is under audit."""
+
+    name: str
+    digest: str  #: SHA-256 of the weights
+    mode: str  #: "eval" or "train"
+    dtype: str
+    num_layers: int
+    vocab_size: int
+    context_len: int  #: positions 0..context_len - 1 are accepted
+    abilities: tuple[Ability, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """One prefix: its uncached row against its cached row, over the whole vocabulary."""
+
+    ids: tuple[int, ...]
+    tokens: str
+    gap: float  #: in the declared dtype
+    worst_id: int  #: the vocabulary entry with the largest difference
+    allowed: float
+    noise: float  #: gap between two uncached ways, running maximum over positions
+    scale: float  #: the expected row's largest absolute logit
+    top_gap: float | None  #: the gap in float64; None where the subject cannot be cast
+    top_noise: float | None
+    uncached_error: float | None  #: declared uncached row against the float64 row, running maximum
+    cached_error: float | None  #: declared cached row against the float64 row
+    sampled_error: float | None  #: how far random rounding moves the row; measured only where it decides
+    margin: float  #: the expected row's largest logit minus its second largest
+    margin_verdict: MarginVerdict  #: whether the gap could change the most likely token
+    verdict: Verdict
+    reason: str
+    expected: tuple[float, ...] | None  #: the uncached row itself, where the vocabulary is small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first value that went wrong, in causal order, and the contract that this likely breaks."""
+
+    scenario: str
+    ids: tuple[int, ...]  #: the tokens consumed when it happened
+    tokens: str
+    position: int  #: of the token that was being consumed
+    batch_row: int  #: of the session in which it was
+    stage: Stage
+    layer: int | None
+    head: int | None
+    slot: int | None  #: cache slot, for the stages that cover slots
+    expected: float  #: the uncached path's value where the two differ most
+    actual: float  #: the cached path's value there
+    gap: float
+    allowed: float
+    origin: str | None  #: what the wrong cache slot really holds, where that could be told
+    contract: str
+    logits_differ: bool  #: False where later errors cancel this one
+    sentence: str
+    confirmed: bool  #: with the uncached values of ``introduced`` put in their place, the two paths agree
+    #: The sites at which an error enters, in words, in the order found and this finding's own first. Where it is
+    #: confirmed, all else that differs carries an error on. Empty where nothing was put in any value's place.
+    introduced: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FourWays:
+    """One row by every way to compute it, in float64, grouped by which agree; the largest group first."""
+
+    ids: tuple[int, ...]
+    groups: tuple[tuple[str, ...], ...]
+    suspect: str | None  #: the one way that stands alone against all others, where there is one
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioResult:
+    """All rows of one scenario."""
+
+    name: str
+    advice: bool  #: the caller did what the library's documentation says not to: no part of the verdict
+    verdict: Verdict
+    rows: tuple[RowResult, ...]
+    largest_gap: float
+    num_values_compared: int  #: intermediate values compared at the top rung
+    reason: str | None  #: why nothing, or not everything, was compared
+    divergence: Divergence | None
+    four_ways: FourWays | None  #: of the first row that diverged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultResult:
+    """What the audit said of a cached path that was broken on purpose."""
+
+    name: str
+    breaks: str
+    expected_stage: Stage
+    verdict: Verdict
+    largest_gap: float
+    tolerance: float
+    num_rows_beyond: int  #: rows whose gap exceeds the tolerance
+    margin: float  #: largest faulty gap ÷ largest clean gap
+    divergence: Divergence | None
+    caught: bool  #: the verdict is ``diverged``
+    right_stage: bool  #: the first stage named is the expected one
+
+
+class Outcome(StrEnum):
+    """What came of one planted fault."""
+
+    CAUGHT = "caught"  #: a row of logits differs from the uncached one
+    RAISED = "raised"  #: the decoder itself refused to go on
+    HIDDEN = "hidden"  #: values on the way differ, and no row of logits does
+    EQUIVALENT = "equivalent"  #: nothing differs: on this subject it is no fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One fault, planted at one place, in the dtype of the certificate."""
+
+    fault: str
+    layer: int | None
+    position: int  #: how many tokens the cache held when it first acted
+    outcome: Outcome
+    where: str | None  #: the first value that differs
+    right_stage: bool | None  #: whether that is where the fault must first show; None where nothing differs
+    gap: float  #: of the first row that differs, relative to its largest logit
+    reason: str | None  #: what the decoder raised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotPlanted:
+    """A fault that could not be planted, and why."""
+
+    fault: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallestChange:
+    """The smallest relative change of one entry of one layer that the audit sees, found by bisection."""
+
+    dtype: str
+    layer: int
+    tensor: str
+    position: int
+    value: float | None  #: None where not even doubling the entry is seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The evidence that this audit, on this subject, can fail."""
+
+    dtype: str  #: in which the faults were planted
+    sequence: tuple[int, ...]
+    mutants: tuple[Mutant, ...]
+    not_planted: tuple[NotPlanted, ...]
+    clean_gap: float  #: the largest relative gap of the same programs without a fault
+    margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
+    smallest_changes: tuple[SmallestChange, ...]
+    problem: str | None  #: why the audit could not be shown able to fail, where it could not
+
+    def number(self, outcome: Outcome) -> int:
+        """Return how many faults came to an outcome."""
+        return sum(mutant.outcome is outcome for mutant in self.mutants)
+
+    @property
+    def num_right(self) -> int:
+        """How many of the faults that were caught first show where they must."""
+        return sum(m.outcome is Outcome.CAUGHT and bool(m.right_stage) for m in self.mutants)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """The reference system's frozen weights and what they reached."""
+
+    source: str  #: "trained" or the file's name
+    seed: int
+    num_parameters: int
+    loss: float  #: mean cross-entropy, nats per position
+    entropy_floor: float
+    largest_probability_error: float
+    digest_before: str
+    digest_after: str
+    tie: str  #: how the corpus's ties fell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTraceRow:
+    """One layer's cache after one consumed token; shapes are (batch, head, slot, head_dim)."""
+
+    tokens: str
+    position: int
+    layer: int
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    expected_shape: tuple[int, ...]
+    asserted: bool  #: whether the shapes were held against the expected one
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMemory:
+    """Bytes of K and V together, from elements × item size; ``measured`` is what the tensors hold."""
+
+    bytes_per_element: int
+    bytes_per_token_and_layer: int
+    bytes_per_token: int
+    bytes_per_layer: int  #: at the full context
+    bytes_per_request: int  #: after the run that was measured
+    bytes_full_context: int
+    num_tokens_measured: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A call that breaks the cache's contract, and how it was refused."""
+
+    attempt: str
+    message: str
+    refused: bool
+    unchanged: bool  #: the session is as it was before the call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateItem:
+    """One line of the acceptance gate."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPair:
+    """One policy run cached and uncached, and whether the record reproduces the run."""
+
+    name: str
+    cached: Run
+    uncached: Run
+    equal: bool  #: the two token traces and stop reasons
+    difference: Divergence | None  #: where the two part, and whether logits or policy parted them
+    reproduced: bool  #: replayed from its record, line by line, through both paths
+    problem: str | None
+    expected_trace: str | None  #: the checked trace, where there is one
+    expected_stop: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Milestone:
+    """The reference system's own part of the report."""
+
+    checkpoint: CheckpointInfo
+    vocabulary: tuple[str, ...]
+    patterns: tuple[str, ...]
+    switched_off: tuple[str, ...]
+    cache_trace: tuple[CacheTraceRow, ...]
+    memory: CacheMemory
+    requests_isolated: bool  #: two interleaved requests give bit-identical rows to each alone
+    refusals: tuple[Refusal, ...]
+    runs: tuple[RunPair, ...]
+    gate: tuple[GateItem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every line of the gate holds."""
+        return all(item.passed for item in self.gate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What ``kvproof audit`` was asked: the subject and its programs can be made from it again."""
+
+    target: str | None  #: as it was typed; None where ``config`` stands for it
+    config: str | None  #: the configuration file of a random model
+    dtype: str
+    attention: str
+    device: str
+    trust_remote_code: bool
+    seed: int  #: of random weights, random tokens and random programs
+    sequences: tuple[tuple[int, ...], tuple[int, ...]]  #: the tokens that the catalogue was made over
+    num_programs: int  #: random programs besides the catalogue's
+    command: str | None  #: the line to type to run it again; None where no command line asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumedToken:
+    """One token that a program consumed: a column of a `Spread`."""
+
+    call: int
+    batch_row: int
+    position: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadSite:
+    """One place on the way to the logits: a row of a `Spread`."""
+
+    name: str
+    layer: int | None
+    allowed: float  #: the gap beyond which a value is wrong here, as a part of the site's largest magnitude
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSlot:
+    """What one slot of a layer's cache held, from one call to another."""
+
+    first_call: int
+    last_call: int
+    layer: int
+    slot: int
+    position: int  #: of the token that the slot must stand for
+    token: str
+    gap: float  #: the larger of the key's and the value's, as a part of their largest magnitude
+    wrong: bool
+    origin: str | None  #: what a wrong slot really holds, where that could be told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Every value of one program, cached against uncached: where an error starts and what it reaches."""
+
+    scenario: str
+    fault: str | None  #: the deliberate fault, where one was planted
+    dtype: str
+    tokens: tuple[ConsumedToken, ...]  #: in the order in which they were consumed
+    sites: tuple[SpreadSite, ...]  #: in causal order
+    gaps: tuple[tuple[float | None, ...], ...]  #: [site][token], as parts; whole for what is no float
+    kept: tuple[KeptSlot, ...]
+    left_out: bool  #: the program consumes more tokens than are shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one audit found."""
+
+    schema_version: int
+    verdict: Verdict
+    summary: str
+    environment: Environment
+    request: Request | None  #: None for the milestone, and where an audit was called from Python
+    subject: SubjectInfo
+    tolerance: Tolerance
+    constants: tuple[Constant, ...]
+    scenarios: tuple[ScenarioResult, ...]
+    faults: tuple[FaultResult, ...]
+    certificate: Certificate | None
+    notes: tuple[str, ...]  #: what else a reader must know, as that there was no float64 rung
+    partial: bool  #: interrupted, or stopped at the first finding: scenarios may be missing
+    spreads: tuple[Spread, ...]  #: of the first finding, or of a program without one; then of each fault
+    milestone: Milestone | None
+
+    @property
+    def exit_status(self) -> int:
+        """The command line's exit status: the verdict's, or 1 where the milestone's gate fails."""
+        if self.milestone is not None and not self.milestone.passed:
+            return self.verdict.exit_status or 1
+        return self.verdict.exit_status
+
+    def __repr__(self) -> str:
+        """Return it on one screen: what a prompt shows."""
+        return str(_renderer().brief(self))
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return it on one screen: what a notebook shows."""
+        return str(_renderer().brief_html(self))
+
+
+def _renderer() -> Any:
+    """Return the module that renders reports: it stands above this one, and is looked up when it is asked for."""
+    return importlib.import_module("kvproof.contract.sentences")

@@ -1,0 +1,253 @@
+"""From what names a model to a subject: safetensors or GGUF, never pickles.
+
+The network is asked, and code that comes with a model is run, only where the caller says so.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto import modeling_auto
+
+from kvproof.errors import UsageError
+from kvproof.subjects._transformers.model import TransformersSubject
+from kvproof.subjects._transformers.quiet import refusing
+from kvproof.subjects._transformers.tiny import randomise, tiny_model
+from kvproof.subjects._transformers.tokenizer import Tokenizer
+
+#: What is fetched from the hub; of the code that a model brings, nothing unless it is to run.
+_FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+#: Other forms of the same weights that stand beside them.
+_LEFT_THERE = ("*/*", "consolidated*")
+
+_NAMES_SHOWN = 3
+
+
+def load_folder(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    name: str | None = None,
+) -> "TransformersSubject":
+    """Load a local folder: safetensors only, no network, no code of its own unless ``trust_remote_code``.
+
+    Raises `UsageError` naming the folder and what is wrong with it.
+    """
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{name or folder} holds no config.json: it is not a transformers model")
+    if not any(folder.glob("*.safetensors")):
+        kind = (
+            "pickled weights, which can run code when they are read"
+            if any(folder.glob("*.bin"))
+            else "no weights"
+        )
+        raise UsageError(f"{name or folder} holds {kind}; kvproof reads safetensors alone")
+    source = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    label = name or folder.resolve().name
+    return _load(label, source, dtype, attention, device, trust_remote_code=trust_remote_code)
+
+
+def load_hub(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    network: bool = False,
+) -> "TransformersSubject":
+    """Load ``org/name`` from the local hub cache; what is missing there is fetched only with ``network``.
+
+    Raises `UsageError` where it is not in the cache, or cannot be fetched, and as `load_folder` does.
+    """
+    code = ("*.py",) if trust_remote_code else ()
+    try:
+        with refusing(f"{name} cannot be downloaded"):
+            folder = huggingface_hub.snapshot_download(
+                name,
+                local_files_only=not network,
+                allow_patterns=[*_FETCHED, *code],
+                ignore_patterns=list(_LEFT_THERE),
+            )
+    except UsageError as error:
+        if network:
+            raise
+        raise UsageError(
+            f"{name} is neither a folder nor in the local hub cache; --download fetches it from the hub"
+        ) from error
+    return load_folder(
+        Path(folder),
+        dtype=dtype,
+        attention=attention,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        name=name,
+    )
+
+
+def load_gguf(file: Path, *, dtype: torch.dtype, attention: str, device: str = "cpu") -> "TransformersSubject":
+    """Load a GGUF file through the library's own loader, which undoes its quantisation; takes many seconds.
+
+    Raises `UsageError` where a library is missing, and as `load_folder` does.
+    """
+    missing = [library for library in ("gguf", "accelerate") if find_spec(library) is None]
+    if missing:
+        raise UsageError(f"{file} needs {' and '.join(missing)}: pip install 'kvproof[gguf]'")
+    source = {
+        "pretrained_model_name_or_path": file.parent,
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
+    read = _GgufReading()
+    with read.once():
+        return _load(file.name, source, dtype, attention, device, trust_remote_code=False, reading=read.once)
+
+
+class _GgufReading:
+    """One GGUF file, read once for everything that the library takes from it: each time takes seconds."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, Any] = {}
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Let the library have the same reader, and an architecture's table of names, each time it asks.
+
+        Mapped files come as plain arrays, for a GGUF file's lists are sliced value by value, slow in a memmap.
+        """
+        gguf, memmap = import_module("gguf"), np.memmap
+        reader, names = gguf.GGUFReader, functools.cache(gguf.get_tensor_name_map)
+
+        def plain(*args: Any, **options: Any) -> Any:
+            return memmap(*args, **options).view(np.ndarray)
+
+        def read(path: str | Path) -> Any:
+            if str(path) not in self._readers:
+                self._readers[str(path)] = reader(path)
+            return self._readers[str(path)]
+
+        with ExitStack() as stack:
+            for home, name, value in (
+                (np, "memmap", plain),
+                (gguf, "GGUFReader", read),
+                (gguf, "get_tensor_name_map", names),
+            ):
+                stack.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, value)
+            yield
+
+
+def random_model(
+    model_type: str, *, seed: int, dtype: torch.dtype, attention: str, device: str = "cpu"
+) -> "TransformersSubject":
+    """Build a tiny random model of any causal type that the library knows."""
+    model = tiny_model(model_type, seed=seed, attention=attention).to(device, dtype)
+    return TransformersSubject(model, name=f"random:{model_type}", seed=seed)
+
+
+def config_model(
+    file: Path,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    attention: str,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> "TransformersSubject":
+    """Build a random model of exactly the configuration in ``file``, at the scale of `randomise`.
+
+    The same seed gives the same weights. Raises `UsageError` for a file that is not there or holds no
+    configuration of a causal model, and where the library cannot build the model.
+    """
+    if not file.is_file():
+        raise UsageError(f"no such configuration: {file}; give a model's config.json")
+    source = {"pretrained_model_name_or_path": file, "local_files_only": True}
+    config = _causal_config(str(file), source, trust_remote_code=trust_remote_code)
+    with refusing(f"{file} cannot be built"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+        model.float().eval().requires_grad_(False)
+        randomise(model, seed)
+        model = model.to(device, dtype)
+    return TransformersSubject(model, name=f"config:{file}", seed=seed)
+
+
+def _load(
+    name: str,
+    source: dict[str, Any],
+    dtype: torch.dtype,
+    attention: str,
+    device: str,
+    *,
+    trust_remote_code: bool,
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> "TransformersSubject":
+    config = _causal_config(name, source, trust_remote_code=trust_remote_code)
+    with refusing(f"{name} cannot be loaded"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            **source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they come back by name and are refused below
+        )
+        # The library goes on with random values in place of these, and says so in a log.
+        if found["missing_keys"]:
+            raise UsageError(f"{name}: its weights lack {_listed(sorted(found['missing_keys']))}")
+        if found["mismatched_keys"]:
+            shapes = [
+                f"{key} is {tuple(there)}, not {tuple(due)}"
+                for key, there, due in sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
+            ]
+            raise UsageError(f"{name}: its weights do not fit its config.json: {_listed(shapes)}")
+        model = model.to(device)
+
+    def load_tokenizer() -> Any:
+        with reading():
+            return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
+
+    return TransformersSubject(model, name=name, tokenizer=Tokenizer(name, load_tokenizer))
+
+
+def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Return the configuration of a model that attends to the past alone; raise `UsageError` for another one."""
+    with refusing(f"{name} cannot be loaded"):
+        config = AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
+    kind = str(config.model_type)
+    brought = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not brought:
+        raise UsageError(
+            f"{name} is a {kind!r} model, for which transformers has no causal-LM class: no cache to audit"
+        )
+    encoder = (
+        kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and not getattr(config, "is_decoder", True)
+        and not getattr(config, "is_encoder_decoder", False)
+    )
+    if encoder:
+        raise UsageError(
+            f"{name} is a {kind!r} encoder: it sees all tokens at once and has no cache to audit; as a decoder "
+            'its config.json says "is_decoder": true'
+        )
+    return config
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

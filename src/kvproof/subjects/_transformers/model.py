@@ -1,0 +1,440 @@
+"""The adapter for causal language models of the transformers library.
+
+Versions differ in the name of the cache argument, in what ``crop`` counts, and in what a cache reports, so the
+model's own signatures are asked and every call is checked: a cache that did not grow by what was fed makes
+the call no cached one, and nothing is concluded from it.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvproof._numerics.digests import weights_digest
+from kvproof._numerics.taps import Tap, untouched
+from kvproof._numerics.true_float64 import TrueFloat64
+from kvproof.contract.results import SubjectInfo
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import AbilityError, SubjectError, UsageError
+from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
+from kvproof.subjects._base import Generated, Opening, Session, Subject
+from kvproof.subjects._taps import tapped
+from kvproof.subjects._transformers import caches as _caches
+from kvproof.subjects._transformers import generate as _generate
+from kvproof.subjects._transformers import positions as _positions
+from kvproof.subjects._transformers import states as _states
+from kvproof.subjects._transformers.attention import attention_tapped
+from kvproof.subjects._transformers.tables import exact_tables
+from kvproof.subjects._transformers.tokenizer import Tokenizer
+
+#: How a cache moves its rows: the first keeps their number, the second may change it; some offer one alone.
+SELECTIONS = ("reorder_cache", "batch_select_indices")
+#: Logits beyond this are computed for the positions that are asked for alone.
+_MANY_BYTES = 2**26
+
+
+class TransformersSubject(Subject):
+    """A causal language model, frozen, on the device that it stands on."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        seed: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        true_float64: bool = True,
+        digest: str | None = None,
+    ) -> None:
+        """Without ``true_float64``, a float64 model computes in float32 wherever it asks for that by name.
+
+        ``digest`` is that of the weights that a cast model was made from, which takes a second of each gigabyte.
+        """
+        self._true_float64 = true_float64 and model.dtype is torch.float64
+        self.model = model.eval().requires_grad_(False)
+        if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped kernels know no float64
+        self._tokenizer = tokenizer
+        for weight_name, weight in model.state_dict().items():
+            if weight.is_floating_point() and not _is_finite(weight):
+                raise UsageError(f"{name}: weight {weight_name!r} holds a value that is not finite")
+        self._seed = seed
+        parameters = inspect.signature(model.forward).parameters
+        reason = _states.why_no_session(model, parameters)
+        if reason is not None:
+            raise AbilityError(f"{name} cannot be audited: {reason}")
+        self.cache_argument = str(_states.cache_argument(parameters))
+        self.own_cache = _states.own_cache_class(model)
+        self.stateful_modules = _states.stateful_modules(model)
+        # What goes back in as it came out counts its own positions and covers no padding.
+        hands_cache = self.cache_argument in _states.CACHE_ARGUMENTS
+        self.takes_positions = hands_cache and "position_ids" in parameters
+        self.padding_position = _positions.padding_position(model)
+        self.takes_mask = hands_cache and "attention_mask" in parameters
+        self.takes_cache_positions = "cache_position" in parameters
+        self.cache_switch = "use_mems" if "use_mems" in parameters else "use_cache"
+        self.config = model.config.get_text_config(decoder=True)
+        kinds = (CacheKind.STATIC, CacheKind.OFFLOADED, CacheKind.QUANTISED)
+        self._no_cache = {kind: self._why_not(kind) for kind in kinds}
+        self._no_generate = _generate.why_not(model)
+        self._info = SubjectInfo(
+            name=name,
+            digest=digest or weights_digest(model),
+            mode="train" if model.training else "eval",
+            dtype=str(model.dtype).removeprefix("torch."),
+            num_layers=int(self.config.num_hidden_layers),
+            vocab_size=_vocab_size(model, self.config),
+            context_len=_positions.context_len(model, self.config),
+            abilities=tuple(self._abilities()),
+        )
+
+    @property
+    def info(self) -> SubjectInfo:
+        """What the subject is and can do."""
+        return self._info
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of a random model."""
+        return self._seed
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether the model is on the CPU."""
+        return bool(self.model.device.type == "cpu")
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """The context, and the windows, convolutions and scan blocks that the configuration declares."""
+        return Boundaries(context_len=self.info.context_len, windows=_caches.windows(self.config))
+
+    @property
+    def lacks(self) -> Mapping[Ability, str]:
+        """Why the library keeps no cache of some kinds for the model, or does not generate from it."""
+        reasons = _caches.lacks(self._no_cache)
+        return reasons if self._no_generate is None else {**reasons, Ability.GENERATE: self._no_generate}
+
+    def token(self, token_id: int) -> str:
+        """Return the token's text in quotes, for its spaces count; without a tokenizer, the id itself."""
+        text = None if self._tokenizer is None else self._tokenizer.text(token_id)
+        return str(token_id) if text is None else repr(text)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The end tokens of the model's generation settings, else of its configuration, that it has logits of."""
+        settings = getattr(self.model, "generation_config", None)
+        named = getattr(settings, "eos_token_id", None)
+        named = getattr(self.config, "eos_token_id", None) if named is None else named
+        ids = named if isinstance(named, list | tuple) else () if named is None else (named,)
+        return tuple(int(i) for i in ids if 0 <= int(i) < self.info.vocab_size)
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """The digest of the tokenizer's vocabulary, rules and chat template; None without one."""
+        return None if self._tokenizer is None else self._tokenizer.digest()
+
+    @property
+    def chats(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokenizer is not None and self._tokenizer.chats()
+
+    def _encode(self, text: str) -> Sequence[int]:
+        return super()._encode(text) if self._tokenizer is None else self._tokenizer.encode(text)
+
+    def _encode_chat(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None or not self._tokenizer.chats():
+            return super()._encode_chat(text)
+        return self._tokenizer.encode_chat(text)
+
+    def _text(self, ids: Sequence[int]) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    def new_cache(self, batch: int, *, records_past: bool = False) -> Any:
+        """Return an empty cache for ``batch`` rows, ready to be cropped if ``records_past``.
+
+        None stands for the empty state of a type that takes what its last call returned.
+        """
+        if self.cache_argument in _states.RETURNED:
+            return None
+        if self.own_cache is not None:
+            return _states.own_cache(self.own_cache, self.model, self.config, batch)
+        if not hasattr(DynamicCache, "activate_past_recording"):
+            # Before 5.0 a window's layer forgets for good, and one made without a configuration keeps everything.
+            return DynamicCache() if records_past else DynamicCache(config=self.config)
+        cache = DynamicCache(config=self.config)
+        if records_past:
+            cache.activate_past_recording()
+        return cache
+
+    def forward(self, tap: Tap, **arguments: Any) -> Any:
+        """Run the model's own forward, in true float64 where the weights are float64, with taps in place."""
+        return self._run(self.model, tap, arguments)
+
+    def _run(self, call: Callable[..., Any], tap: Tap, arguments: dict[str, Any]) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self._true_float64:
+                stack.enter_context(TrueFloat64())
+            if tap is not untouched:
+                arguments = self._shown(tap, arguments)
+                shape = tuple(arguments["input_ids"].shape)
+                cache = arguments.get(self.cache_argument)
+                stack.enter_context(tapped(self.model, tap, shape))
+                stack.enter_context(attention_tapped(self.model, tap, shape, cache))
+            return call(**arguments)
+
+    def _shown(self, tap: Tap, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Hand what a call is given to the tap: tokens, positions and the caller's mask of padding.
+
+        Without a cache positions are the model's own, and shown as it counts them.
+        """
+        ids, positions, mask = (arguments.get(n) for n in ("input_ids", "position_ids", "attention_mask"))
+        assert isinstance(ids, Tensor)
+        shown = {**arguments, "input_ids": tap(Site(Stage.TOKEN), ids)}
+        if positions is None and self.takes_positions and not arguments.get(self.cache_switch):
+            positions = _positions.positions(torch.ones_like(ids), ids, self.padding_position)
+        if isinstance(positions, Tensor) and positions.shape == ids.shape:
+            changed = tap(Site(Stage.POSITION), positions)
+            if changed is not positions:
+                shown["position_ids"] = changed
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            shown["attention_mask"] = tap(Site(Stage.MASK), mask)
+        return shown
+
+    def _abilities(self) -> Iterator[Ability]:
+        yield from (Ability.CAST, Ability.TAP, Ability.BATCH, Ability.FORK)
+        if self._keeps_library_cache():
+            yield from (Ability.INSPECT, Ability.EDIT)
+        cache = self.new_cache(1)
+        if not self.stateful_modules:
+            if any(hasattr(cache, name) for name in SELECTIONS):
+                yield Ability.REORDER
+            # The library's own caches could all be cropped before they said whether they can.
+            if getattr(cache, "is_croppable", type(cache) is DynamicCache):
+                yield Ability.CROP
+        if self.takes_positions and self.takes_mask:
+            yield Ability.PAD
+            yield Ability.OMIT_POSITIONS
+        for kind, reason in self._no_cache.items():
+            if kind.ability is not None and reason is None:
+                yield kind.ability
+        if self._no_cache[CacheKind.STATIC] is None and _caches.has_spare_slots(self.config):
+            yield Ability.POISON
+        if self._no_generate is None:
+            yield Ability.GENERATE
+            if self.cache_argument in _generate.CHUNKED_ARGUMENTS and self._keeps_library_cache():
+                yield Ability.GENERATE_CHUNKED
+            if not getattr(self.model, "_is_stateful", False):
+                yield Ability.GENERATE_ASSISTED
+
+    def _keeps_library_cache(self) -> bool:
+        returned = self.cache_argument in _states.RETURNED
+        return not returned and self.own_cache is None and not self.stateful_modules
+
+    def _why_not(self, kind: CacheKind) -> str | None:
+        if not self._keeps_library_cache():
+            return f"its state is no cache of the library's, so there is no {kind.value} one"
+        return _caches.why_not(kind, self.config, self.model.device)
+
+    def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
+        tensor = torch.tensor([list(ids)], device=self.model.device)
+        logits: Tensor = self.forward(tap, input_ids=tensor, **{self.cache_switch: False}).logits
+        return logits[0]
+
+    def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
+        """Return the rows of some positions, computed alone where all of them would take much memory."""
+        all_bytes = len(ids) * self.info.vocab_size * self.model.dtype.itemsize
+        if all_bytes <= _MANY_BYTES or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            return super()._kept_rows(ids, tap, keep)
+        tensor = torch.tensor([list(ids)], device=self.model.device)
+        kept = torch.arange(keep.start, keep.stop, device=self.model.device)
+        options = {self.cache_switch: False, "logits_to_keep": kept}
+        logits: Tensor = self.forward(tap, input_ids=tensor, **options).logits
+        return logits[0]
+
+    def _session(self, opening: Opening) -> "TransformersSession":
+        return TransformersSession(self, [[] for _ in range(opening.batch)], self.opened_cache(opening), opening)
+
+    def opened_cache(self, opening: Opening) -> Any:
+        """Return an empty cache as a session opens with it."""
+        if opening.cache is CacheKind.DYNAMIC:
+            return self.new_cache(opening.batch, records_past=Ability.CROP in opening.needs)
+        return _caches.new_cache(opening.cache, self.config, opening.capacity)
+
+    def _generate(self, operation: Generate, make_tap: Callable[[], Tap]) -> Generated:
+        _states.put_module_state(self.stateful_modules, None)
+        return _generate.generate(self.model, operation, make_tap, self._run, takes_mask=self.takes_mask)
+
+    def with_exact_tables(self, rounded_to: torch.dtype) -> "tuple[TransformersSubject, tuple[str, ...]] | None":
+        """Return the model with its buffers as a new model of its class computes them in float64."""
+        model = copy.deepcopy(self.model)
+        names = exact_tables(model, rounded_to)
+        exact = TransformersSubject(model, name=self._info.name, seed=self._seed, tokenizer=self._tokenizer)
+        return (exact, names) if names else None
+
+    def _cast(self, dtype: torch.dtype) -> "TransformersSubject":
+        model, info = copy.deepcopy(self.model).to(dtype), self._info
+        return TransformersSubject(
+            model, name=info.name, seed=self._seed, tokenizer=self._tokenizer, digest=info.digest
+        )
+
+
+class TransformersSession(Session):
+    """One cache of the library's own, fed with masks and positions as its documentation says."""
+
+    def __init__(
+        self,
+        subject: TransformersSubject,
+        ids: Sequence[Sequence[int]],
+        cache: Any,
+        opening: Opening,
+    ) -> None:
+        super().__init__(subject, ids)
+        self.transformers = subject
+        self.cache = cache
+        self.opening = opening
+        self.tap = opening.tap
+        self.records_past = Ability.CROP in opening.needs
+        #: How many columns the cache holds: the longest row that it was ever given, padding included.
+        self.num_columns = 0
+        self.module_state: list[dict[str, Any]] | None = None
+        # A recording cache keeps what a forward pushed out of the window until the crop that must follow it.
+        self.owes_crop = False
+
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Tensor:
+        """Run one call. One that raises may leave the library's cache half-grown, so it is filled anew."""
+        try:
+            return self._call(self._ids, ids, self.tap)
+        except BaseException:
+            self._start_anew()
+            if start:
+                self._call([[]] * len(ids), self._ids, untouched)
+            raise
+
+    def _call(self, old: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], tap: Tap) -> Tensor:
+        if self.owes_crop:
+            self._remove(0)
+        subject, start, num_new = self.transformers, self.num_columns, max(map(len, ids))
+        device = subject.model.device
+        rows = [[*before, *new] for before, new in zip(old, ids, strict=True)]
+        total = start + num_new
+        tokens = torch.tensor([[0] * (total - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (total - len(row)) + [1] * len(row) for row in rows], device=device)
+        arguments: dict[str, Any] = {
+            "input_ids": tokens[:, -num_new:],
+            subject.cache_switch: True,
+            subject.cache_argument: self.cache,
+        }
+        if subject.takes_mask and (subject.takes_positions or start == 0):
+            arguments["attention_mask"] = mask
+        if subject.takes_positions and not self.opening.omit_positions:
+            positions = _positions.positions(mask, tokens, subject.padding_position)
+            arguments["position_ids"] = positions[:, -num_new:]
+        if subject.takes_cache_positions:
+            columns = _states.cache_positions(subject.cache_argument, subject.config, start, num_new)
+            arguments["cache_position"] = columns.to(device)
+        held = _states.cache_len(self.cache)
+        before = _states.fingerprint(self.cache) if held is None else None
+        _states.put_module_state(subject.stateful_modules, self.module_state)
+        output = subject.forward(tap, **arguments)
+        self.module_state = _states.take_module_state(subject.stateful_modules)
+        self.cache = _returned_cache(output, self.cache)
+        self._check_growth(before, (held or 0) + num_new)
+        self.num_columns = total
+        self.owes_crop = self.records_past
+        logits: Tensor = output.logits
+        return logits
+
+    def _check_growth(self, before: list[tuple[Tensor, int]] | None, total: int) -> None:
+        """Hold the cache's own count against what it held and was fed; deliberate faults change what it holds.
+
+        A cache that counts nothing must at least not be what it was ``before``.
+        """
+        grown = _states.cache_len(self.cache)
+        if grown is not None and grown != total:
+            raise SubjectError(f"the call was not a cached one: the cache holds {grown} tokens, not {total}")
+        if grown is None and (before is None or _states.is_same(before, _states.fingerprint(self.cache))):
+            raise SubjectError("the call was not a cached one: it left the cache as it was")
+
+    def _crop(self, length: int) -> None:
+        self._remove(len(self) - length)
+
+    def _remove(self, num_tokens: int) -> None:
+        """Take the newest tokens off the cache; older versions are told how many stay, newer ones how many go."""
+        kept = self.num_columns - num_tokens
+        if "max_length" in inspect.signature(type(self.cache).crop).parameters:
+            self.cache.crop(kept)
+        else:
+            self.cache.crop(-num_tokens)
+        left = _states.cache_len(self.cache)
+        if left is not None and left != kept:
+            raise SubjectError(f"the crop did not roll the cache back: it holds {left} tokens, not {kept}")
+        self.num_columns = kept
+        self.owes_crop = False
+
+    def _reorder(self, rows: Sequence[int]) -> None:
+        index = torch.tensor(list(rows), device=self.transformers.model.device)
+        keeps_size = len(rows) == len(self._ids)
+        wanted = SELECTIONS if keeps_size else reversed(SELECTIONS)
+        getattr(self.cache, next(name for name in wanted if hasattr(self.cache, name)))(index)
+
+    def _fork(self, tap: Tap) -> "TransformersSession":
+        cache = copy.deepcopy(self.cache)
+        opening = replace(self.opening, batch=len(self._ids), tap=tap)
+        fork = TransformersSession(self.transformers, self.ids, cache, opening)
+        fork.num_columns, fork.module_state = self.num_columns, self.module_state
+        fork.owes_crop = self.owes_crop
+        return fork
+
+    def _reset(self) -> None:
+        """Empty the cache: a static one by the library's own means, so that its buffers are used again."""
+        if self.opening.cache is not CacheKind.STATIC:
+            self._start_anew()
+            return
+        self.cache.reset()
+        self.num_columns = 0
+
+    def _poison(self) -> int:
+        return _caches.poison(self.cache)
+
+    def _start_anew(self) -> None:
+        self.cache = self.transformers.opened_cache(replace(self.opening, batch=len(self._ids)))
+        self.num_columns, self.module_state = 0, None
+        self.owes_crop = False
+
+    def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
+        return _states.held(self.cache)
+
+    def _put_tensors(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
+        _states.put(self.cache, layers)
+
+
+def _returned_cache(output: Any, fed: Any) -> Any:
+    """Return the cache to go on with: the one returned, or the one fed where outputs lack it."""
+    for name in (*_states.CACHE_ARGUMENTS, *_states.RETURNED):
+        returned = getattr(output, name, None)
+        if returned is not None:
+            return returned
+    return fed
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Return whether every entry is finite; a sum, which is not where one is not, takes a tenth of the time."""
+    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
+
+
+def _vocab_size(model: PreTrainedModel, config: Any) -> int:
+    """Return how many logits a row holds.
+
+    Some types keep one output matrix for each codebook, or hide it; inkling leaves out what pads it.
+    """
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    size = int(config.vocab_size if weight is None else weight.shape[0])
+    unpadded = getattr(config, "unpadded_vocab_size", None)
+    return size if unpadded is None else min(size, int(unpadded))
