@@ -8,27 +8,28 @@ import math
 
 from kvproof.contract.environment import Environment
 from kvproof.contract.ledger import End, Entry, Header, MarginVerdict, Run, Source, Step, StopReason
-from kvproof.contract.results import (
+from kvproof.contract.milestone import (
     CacheMemory,
     CacheTraceRow,
-    Certificate,
     CheckpointInfo,
+    GateItem,
+    Milestone,
+    Refusal,
+    RunPair,
+)
+from kvproof.contract.report import AuditRequest, Report
+from kvproof.contract.results import (
+    Certificate,
     Constant,
     ConsumedToken,
     Divergence,
     FaultResult,
     FourWays,
-    GateItem,
     KeptSlot,
-    Milestone,
     Mutant,
     NotPlanted,
     Outcome,
-    Refusal,
-    Report,
-    Request,
     RowResult,
-    RunPair,
     ScenarioResult,
     SmallestChange,
     Spread,
@@ -310,7 +311,7 @@ REPORT = Report(
     verdict=Verdict.ROUNDING,
     summary="The gate fails: 1 of 2 lines do not hold.",
     environment=ENVIRONMENT,
-    request=Request(
+    request=AuditRequest(
         target=None,
         config="config.json",
         dtype="float32",

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from kvproof.contract.ledger import End, Header, Step
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.contract.sweep_table import Sweep
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvproof" / "schemas"

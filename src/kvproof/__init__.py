@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvproof._reference_system.milestone import milestone as milestone
     from kvproof.contract.ledger import Run as Run
     from kvproof.contract.ledger import StopReason as StopReason
-    from kvproof.contract.results import Report as Report
+    from kvproof.contract.report import Report as Report
     from kvproof.contract.results import Tolerance as Tolerance
     from kvproof.contract.results import Verdict as Verdict
     from kvproof.errors import KvproofError as KvproofError
@@ -40,7 +40,7 @@ _HOME = {
     "MismatchError": "kvproof._assert",
     "ModuleSubject": "kvproof.subjects",
     "ReferenceSubject": "kvproof.subjects",
-    "Report": "kvproof.contract.results",
+    "Report": "kvproof.contract.report",
     "Run": "kvproof.contract.ledger",
     "Sample": "kvproof.policies",
     "Session": "kvproof.subjects",

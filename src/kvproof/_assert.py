@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvproof._engine.audit import audit
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.contract.sentences import brief
 from kvproof.scenarios import Scenario
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvproof.contract.results import Report
+    from kvproof.contract.report import Report
     from kvproof.scenarios import Scenario
 
 _MARKER = "kvproof_scenarios"
@@ -99,12 +99,13 @@ class Kvproof:
         ]
 
     def _kept(self, report: "Report") -> Path:
-        from kvproof.cli.outputs import write_json
+        from kvproof._system.files import write_whole
+        from kvproof.render.json import render
 
         name = re.sub(r"[^\w.-]+", "-", self._node.nodeid).strip("-")
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{name}.json"
-        write_json(report, file)
+        write_whole(file, render(report).encode())
         self._node.user_properties.append(("kvproof_report", str(file)))
         return file
 

@@ -46,7 +46,8 @@ PUBLIC = [
 ]
 
 #: Longer than the limit, each with the reason. None so far.
-LONG_FILES = {"subjects/_transformers/_tiny_sizes.py": "data alone, a few lines for each type"}
+LONG_FILES = {
+    "_engine/audit.py": "until its verdicts have one home","subjects/_transformers/tiny_sizes.py": "data alone, a few lines for each type"}
 LONG_FUNCTIONS: dict[str, str] = {}
 
 

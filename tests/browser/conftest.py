@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.browser.failing import Failing
 
 import kvproof
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.reference import Checkpoint
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.render.html import render

@@ -11,7 +11,7 @@ from tests.browser.screens import assert_looks_as_before
 from tests.small_report import REPORT
 
 from kvproof.contract.codec import from_plain, to_plain
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.render import json as report_json
 from kvproof.render.html import render
 

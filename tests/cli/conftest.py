@@ -11,7 +11,7 @@ import pytest
 from kvproof._generation.requests import generate
 from kvproof._reference_system.milestone import milestone
 from kvproof.contract.ledger import ledger_lines
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference import Checkpoint, save_checkpoint
 from kvproof.reference.corpus import BOS_ID, EOS_ID

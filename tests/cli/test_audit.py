@@ -10,7 +10,8 @@ import pytest
 from tests.hf.folders import saved_model, saved_tokenizer
 
 from kvproof._engine.audit import Auditor
-from kvproof.contract.results import Report, RowResult, ScenarioResult, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import RowResult, ScenarioResult, Verdict
 from kvproof.faults import Fault
 from kvproof.render.json import parse, read
 from kvproof.scenarios import Scenario

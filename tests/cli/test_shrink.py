@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from tests.small_report import REPORT
 
-from kvproof.contract.results import Report, Request, ScenarioResult, Verdict
+from kvproof.contract.report import AuditRequest, Report
+from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.render.json import parse, render
 
 from .running import run
 
-REQUEST = Request(
+REQUEST = AuditRequest(
     target="random:llama",
     config=None,
     dtype="float32",

@@ -9,7 +9,7 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._numerics.gaps import Evidence, judge
+from kvproof._engine.verdict_rules import Evidence, judge
 from kvproof._numerics.taps import Tap
 from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig

@@ -7,7 +7,8 @@ pytest.importorskip("transformers", reason="the models are those of the transfor
 
 from kvproof._engine.audit import audit
 from kvproof._engine.prompts import random_sequences
-from kvproof.contract.results import Report, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import Verdict
 from kvproof.scenarios import beam_reorder, token_by_token
 from kvproof.subjects._transformers import TransformersSubject, random_model
 

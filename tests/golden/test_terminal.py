@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from tests.small_report import DIVERGENCE, REPORT
 
-from kvproof.contract.results import Report, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import Verdict
 from kvproof.render import json
 from kvproof.render.terminal import Look, render
 

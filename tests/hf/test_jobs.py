@@ -9,7 +9,7 @@ import torch
 import kvproof
 from kvproof._system.forked import default_jobs
 from kvproof._system.machine import threads
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, named, random_programs
 from kvproof.subjects import limits_of
 from kvproof.subjects._transformers import TransformersSubject, random_model

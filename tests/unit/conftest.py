@@ -3,7 +3,7 @@
 import pytest
 
 import kvproof
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.reference import Checkpoint
 
 

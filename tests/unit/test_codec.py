@@ -15,7 +15,8 @@ from tests.small_report import GREEDY_RUN, REPORT, SEEDED_RUN
 
 from kvproof.contract.codec import CodecError, from_plain, to_plain
 from kvproof.contract.ledger import End, Header, LedgerFile, Step
-from kvproof.contract.results import FaultResult, Report, RowResult, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import FaultResult, RowResult, Verdict
 from kvproof.policies import Sample, Stops
 
 st.register_type_strategy(

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproof._numerics.gaps import Evidence, gap_between, is_within, judge, largest
+from kvproof._engine.verdict_rules import Evidence, judge
+from kvproof._numerics.gaps import gap_between, is_within, largest
 from kvproof._numerics.tolerances import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
 from kvproof.contract.results import Verdict
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.small_report import GREEDY_RUN
 
 from kvproof import generate
+from kvproof._engine.verdict_rules import judge_margin
 from kvproof._generation.choosing import NUM_TOP, generator_at, new_generator, ranked, state_of
 from kvproof._generation.choosing import choose as chosen_of
 from kvproof._generation.requests import stop_reason
-from kvproof._numerics.gaps import judge_margin
 from kvproof.contract.ledger import MarginVerdict, Step, StopReason
 from kvproof.errors import SubjectError, UsageError
 from kvproof.policies import Greedy, Policy, Sample, Stops

@@ -7,7 +7,9 @@ import math
 import pytest
 from tests.small_report import MILESTONE, REPORT
 
-from kvproof.contract.results import Milestone, Report, Tolerance, Verdict, worst
+from kvproof.contract.milestone import Milestone
+from kvproof.contract.report import Report
+from kvproof.contract.results import Tolerance, Verdict, worst
 from kvproof.errors import ReportError
 from kvproof.render.json import parse, render
 

@@ -17,7 +17,7 @@ from tests.sweep.samples import cell, group, job, table
 
 from kvproof.contract.codec import to_plain
 from kvproof.contract.ledger import ledger_lines
-from kvproof.contract.results import Report
+from kvproof.contract.report import Report
 from kvproof.contract.sweep_table import Ending
 
 ROOT = Path(__file__).parents[2]

@@ -28,13 +28,12 @@ from kvproof._numerics.tolerances import (
 )
 from kvproof._system.forked import check_jobs, default_jobs, in_processes
 from kvproof._system.machine import environment
+from kvproof.contract.report import SCHEMA_VERSION, Report
 from kvproof.contract.results import (
-    SCHEMA_VERSION,
     Certificate,
     Divergence,
     FaultResult,
     FourWays,
-    Report,
     RowResult,
     ScenarioResult,
     Spread,

@@ -20,7 +20,8 @@ from kvproof._engine.programs import Row, run_program
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
-from kvproof._numerics.gaps import Evidence, gap_between, judge, largest
+from kvproof._engine.verdict_rules import Evidence, judge
+from kvproof._numerics.gaps import gap_between, largest
 from kvproof._system.forked import in_processes
 from kvproof.contract.results import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage

@@ -8,7 +8,8 @@ from torch import Tensor
 from kvproof._engine.programs import Row
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import BothWays, Uncached
-from kvproof._numerics.gaps import Evidence, gap_between, judge, judge_margin
+from kvproof._engine.verdict_rules import Evidence, judge, judge_margin
+from kvproof._numerics.gaps import gap_between
 from kvproof._numerics.tolerances import STRUCTURAL_FLOOR
 from kvproof.contract.results import RowResult, Tolerance, Verdict
 from kvproof.subjects import Subject

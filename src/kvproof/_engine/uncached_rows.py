@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvproof._engine.rung import Block, Prefix, Rung
-from kvproof._numerics.gaps import gap_between, judge_margin, largest
+from kvproof._engine.verdict_rules import judge_margin
+from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.random_rounding import RandomRounding
 from kvproof._numerics.tolerances import NUM_SAMPLES, TOP_RUNG
 from kvproof._numerics.top_k import Choice, Choices

@@ -7,7 +7,8 @@ from pathlib import Path
 from kvproof._engine.audit import audit
 from kvproof._generation.requests import Origin, Request, serve
 from kvproof.contract.ledger import Run, Step
-from kvproof.contract.results import Report, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import Verdict
 from kvproof.contract.text import printable
 from kvproof.policies import Greedy, Policy, Stops
 from kvproof.scenarios import Extend, Scenario

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvproof._engine.verdict_rules import judge_margin
 from kvproof._generation.choosing import NUM_TOP, Choice, choose, generator_at, new_generator, ranked, state_of
 from kvproof._generation.comparing import THIS_GENERATION, judged
 from kvproof._generation.requests import (
@@ -15,7 +16,7 @@ from kvproof._generation.requests import (
     transformers_version,
 )
 from kvproof._numerics.digests import row_digest
-from kvproof._numerics.gaps import gap_between, judge_margin, largest
+from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.tolerances import ROUNDING_FACTOR, declared_tolerance
 from kvproof._system.machine import environment
 from kvproof.contract.ledger import End, Entry, Header, Run, Step, StopReason

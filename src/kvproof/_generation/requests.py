@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from kvproof._engine.verdict_rules import judge_margin
 from kvproof._generation.choosing import NUM_TOP, Choice, choose, new_generator, ranked, state_of
 from kvproof._numerics.digests import row_digest
-from kvproof._numerics.gaps import gap_between, judge_margin
+from kvproof._numerics.gaps import gap_between
 from kvproof._system.files import LineFile, write_whole
 from kvproof._system.machine import environment, undivided
 from kvproof.contract.ledger import (

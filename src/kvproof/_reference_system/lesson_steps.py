@@ -12,8 +12,8 @@ from kvproof._generation.choosing import choose, generator_at
 from kvproof._generation.requests import first_difference, generate
 from kvproof._numerics.gaps import gap_between
 from kvproof._numerics.taps import token_axis
-from kvproof._reference_system.milestone import TOLERANCE, one_thread
-from kvproof._system.machine import environment
+from kvproof._reference_system.milestone import TOLERANCE
+from kvproof._system.machine import environment, one_thread
 from kvproof.contract.ledger import Run
 from kvproof.contract.lesson import Kept, Lesson, LessonStep, LessonValue, Numbers, Walk
 from kvproof.contract.stages import Site, Stage

@@ -5,7 +5,6 @@ Five things must hold, and each can be switched off to see that the gate notices
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,22 +13,20 @@ from kvproof._generation.replay import replay
 from kvproof._generation.requests import first_difference, generate
 from kvproof._numerics.digests import weights_digest
 from kvproof._reference_system.refusals import try_refusals
-from kvproof._system.machine import threads
+from kvproof._system.machine import one_thread
 from kvproof.contract.ledger import Run
-from kvproof.contract.results import (
+from kvproof.contract.milestone import (
+    SWITCHES,
     CacheMemory,
     CacheTraceRow,
     CheckpointInfo,
-    FaultResult,
     GateItem,
     Milestone,
     Refusal,
-    Report,
     RunPair,
-    Tolerance,
-    Verdict,
-    worst,
 )
+from kvproof.contract.report import Report
+from kvproof.contract.results import FaultResult, Tolerance, Verdict, worst
 from kvproof.errors import UsageError
 from kvproof.faults import wrong_layer, wrong_position
 from kvproof.policies import Greedy, Policy, Sample, Stops
@@ -43,9 +40,6 @@ from kvproof.reference import (
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
 from kvproof.scenarios import interleaved, token_by_token
 from kvproof.subjects import ReferenceSubject
-
-#: What can be switched off, each to make one line of the gate fail.
-SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
 
 TOLERANCE = Tolerance(
     dtype="float32",
@@ -194,11 +188,6 @@ def cache_memory(subject: ReferenceSubject) -> CacheMemory:
         num_tokens_measured=len(session),
         measured_bytes=sum(t.numel() * t.element_size() for t in tensors),
     )
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """Run with one torch thread, and put the old number back."""
-    return threads(1)
 
 
 def _run_pairs(

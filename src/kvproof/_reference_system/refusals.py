@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvproof.contract.results import Refusal
+from kvproof.contract.milestone import Refusal
 from kvproof.errors import SessionError
 from kvproof.reference import DecoderCache
 from kvproof.reference.cache import Append

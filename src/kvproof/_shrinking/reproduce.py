@@ -17,7 +17,8 @@ from kvproof._numerics.tolerances import STRUCTURAL_FLOOR, TOP_RUNG
 from kvproof._shrinking.programs import CLEAR, Failure, Looker, Tries, simplest
 from kvproof._shrinking.simpler import num_tokens
 from kvproof._system.files import write_whole
-from kvproof.contract.results import Report, Request, ScenarioResult, Verdict
+from kvproof.contract.report import AuditRequest, Report
+from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.errors import KvproofError, ReportError, UsageError
 from kvproof.scenarios import Ability, Extend, Generate, Scenario, catalogue, random_programs, token_by_token
 from kvproof.subjects import Subject, limits_of
@@ -111,14 +112,14 @@ def _finding(report: Report, name: str, only: str | None) -> ScenarioResult:
     return next((s for s in counted if not s.name.startswith("generate ")), counted[0])
 
 
-def programs_of(request: Request, subject: Subject) -> tuple[Scenario, ...]:
+def programs_of(request: AuditRequest, subject: Subject) -> tuple[Scenario, ...]:
     """Return every program of an audit again."""
     first, second = request.sequences
     drawn = random_programs(limits_of(subject), num=request.num_programs, seed=request.seed, max_len=len(first))
     return (*catalogue(first, second, subject.boundaries), *drawn)
 
 
-def _case(request: Request, name: str, on_stage: Callable[[str], None]) -> tuple[_Case, Scenario]:
+def _case(request: AuditRequest, name: str, on_stage: Callable[[str], None]) -> tuple[_Case, Scenario]:
     """Return the first program of a name that fails in float64, on the model to be written out."""
     options = LoadOptions(
         dtype=request.dtype,
@@ -179,7 +180,9 @@ def _is_padded(program: Scenario) -> bool:
     return Ability.PAD in program.needs
 
 
-def _models(request: Request, loaded: Subject) -> "Iterator[tuple[TransformersSubject, Recipe | dict[str, Any]]]":
+def _models(
+    request: AuditRequest, loaded: Subject
+) -> "Iterator[tuple[TransformersSubject, Recipe | dict[str, Any]]]":
     """Yield what a file can build in place of the subject that was audited."""
     from kvproof._shrinking.models import plain_model, recipe_of
     from kvproof.subjects._transformers import TransformersSubject

@@ -21,8 +21,7 @@ from time import monotonic
 from typing import IO, NoReturn
 
 from kvproof._sweeping.runner import Outcome, Runner, Work, attempt, one_line
-from kvproof._system.machine import interrupts_held
-from kvproof._system.memory import peak_mb
+from kvproof._system.machine import interrupts_held, peak_mb
 from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
 from kvproof.contract.sweep_table import Ending, Job
 from kvproof.errors import KvproofError, UsageError

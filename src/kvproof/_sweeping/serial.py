@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from time import perf_counter
 
 from kvproof._sweeping.runner import Outcome, Runner, Work, attempt
-from kvproof._system.memory import own_peak_mb
+from kvproof._system.machine import own_peak_mb
 from kvproof.contract.sweep_table import Job
 
 

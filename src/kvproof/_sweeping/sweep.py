@@ -20,13 +20,12 @@ from typing import IO, TypeVar
 
 from kvproof._engine.audit import audit
 from kvproof._engine.prompts import random_sequences
-from kvproof._reference_system.milestone import one_thread
 from kvproof._sweeping import Outcome, ProcessRunner, Runner, SerialRunner, Work
 from kvproof._system.files import write_whole
-from kvproof._system.machine import environment
-from kvproof._system.memory import own_peak_mb
+from kvproof._system.machine import environment, one_thread, own_peak_mb
 from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
-from kvproof.contract.results import Report, ScenarioResult
+from kvproof.contract.report import Report
+from kvproof.contract.results import ScenarioResult
 from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.errors import OutputError, UsageError
 from kvproof.render.sweep_markdown import render

@@ -2,16 +2,21 @@
 
 import os
 import platform
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 
 import torch
 
 from kvproof.contract.environment import Environment
+
+#: ``ru_maxrss`` is counted in bytes on macOS and in KiB elsewhere.
+_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def environment() -> Environment:
@@ -36,6 +41,11 @@ def threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """Run with one torch thread, and put the old number back."""
+    return threads(1)
 
 
 @contextmanager
@@ -65,3 +75,13 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def own_peak_mb() -> float:
+    """Return this process's peak of resident memory so far, in 10^6 bytes."""
+    return peak_mb(resource.getrusage(resource.RUSAGE_SELF))
+
+
+def peak_mb(usage: resource.struct_rusage) -> float:
+    """Return the peak of resident memory that the system reports of a process, in 10^6 bytes."""
+    return round(usage.ru_maxrss * _UNIT / 1e6, 1)

@@ -22,6 +22,7 @@ from kvproof.cli.outputs import (
     written,
 )
 from kvproof.cli.progress import Progress, shown_progress
+from kvproof.contract.milestone import SWITCHES
 from kvproof.errors import KvproofError, OutputError, UsageError
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 #: Exit statuses that no verdict uses.
 EXIT_USAGE, EXIT_INTERNAL = 2, 70
-#: What `--without` takes; the same as ``kvproof._reference_system.milestone.SWITCHES``, which a test holds it to.
-SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
-
 #: The forms of a report, and the module that writes each.
 FORMS = {
     "html": "html",
@@ -196,8 +194,8 @@ def replay(
     header = record.run.header
     with shown_progress(quiet) as progress:
         from kvproof._generation.replay import replay as run
-        from kvproof._reference_system.milestone import TOLERANCE, one_thread
-        from kvproof._system.machine import threads
+        from kvproof._reference_system.milestone import TOLERANCE
+        from kvproof._system.machine import one_thread, threads
         from kvproof.contract.text import printable
         from kvproof.errors import LedgerError
         from kvproof.subjects import ReferenceSubject, Subject
@@ -306,8 +304,8 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
     file. Exits with 0 if it reproduces the finding, with 1 if it does not.
     """
     with shown_progress(quiet) as progress:
-        from kvproof._reference_system.milestone import one_thread
         from kvproof._shrinking.reproduce import reproduce
+        from kvproof._system.machine import one_thread
         from kvproof.render.json import read
 
         report = read(report_file)
@@ -326,7 +324,7 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
 def _train(progress: Progress, seed: int | None = None) -> "Checkpoint":
     import dataclasses
 
-    from kvproof._reference_system.milestone import one_thread
+    from kvproof._system.machine import one_thread
     from kvproof.reference import RECIPE, Checkpoint, train
 
     recipe = RECIPE if seed is None else dataclasses.replace(RECIPE, seed=seed)

@@ -15,7 +15,7 @@ from kvproof.cli.progress import shown_progress
 from kvproof.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvproof.contract.results import Report, Request
+    from kvproof.contract.report import AuditRequest, Report
 
 #: Exit statuses that no verdict uses.
 EXIT_REQUIRED, EXIT_INTERRUPTED = 5, 130
@@ -122,7 +122,7 @@ def audit(
     before = None if baseline is None else read(baseline)
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
-    from kvproof._reference_system.milestone import one_thread
+    from kvproof._system.machine import one_thread
     from kvproof.subjects import limits_of
     from kvproof.subjects._targets import LoadOptions, load_target
 
@@ -152,12 +152,12 @@ def audit(
 
 def _request(
     context: click.Context, dtype: str, sequences: "tuple[tuple[int, ...], tuple[int, ...]]"
-) -> "Request":
+) -> "AuditRequest":
     """Return what an audit was asked, to be kept in its report."""
-    from kvproof.contract.results import Request
+    from kvproof.contract.report import AuditRequest
 
     options = context.params
-    return Request(
+    return AuditRequest(
         target=options["target"],
         config=None if options["config"] is None else str(options["config"]),
         dtype=dtype,

@@ -12,7 +12,7 @@ import click
 from kvproof.errors import OutputError
 
 if TYPE_CHECKING:
-    from kvproof.contract.results import Report
+    from kvproof.contract.report import Report
     from kvproof.reference import Checkpoint
     from kvproof.render.terminal import Look
 
@@ -31,21 +31,13 @@ def written(outputs: list[Callable[[], None]], status: int) -> int:
     return status
 
 
-def write_json(report: "Report", path: Path) -> None:
-    """Write a report as JSON."""
-    from kvproof._system.files import write_whole
-    from kvproof.render.json import render
-
-    write_whole(path, render(report).encode())
-
-
 def write_report(report: "Report", folder: Path) -> None:
     """Write a report as JSON, for tools, and as a page, for people."""
     from kvproof._system.files import write_whole
-    from kvproof.render.html import render
+    from kvproof.render import html, json
 
-    write_json(report, folder / "report.json")
-    write_whole(folder / "report.html", render(report).encode())
+    write_whole(folder / "report.json", json.render(report).encode())
+    write_whole(folder / "report.html", html.render(report).encode())
 
 
 def save(weights: "Checkpoint", path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.errors import ReportError
 
 _ORDER = list(Verdict)

@@ -1,21 +1,15 @@
-"""The report: what an audit found, as frozen data that JSON holds without loss.
+"""What an audit found of rows, values, faults and scenarios, as frozen data that JSON holds without loss.
 
-Everything a reader or a renderer needs is here, and nothing is a tensor. Layers, positions, heads, slots
-and batch rows count from 0. Gaps, scales, noise and errors are absolute differences of logits.
+Nothing here is a tensor. Layers, positions, heads, slots and batch rows count from 0. Gaps, scales, noise and
+errors are absolute differences of logits.
 """
 
-import importlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from kvproof.contract.environment import Environment
-from kvproof.contract.ledger import MarginVerdict, Run
+from kvproof.contract.ledger import MarginVerdict
 from kvproof.contract.stages import Stage
 from kvproof.scenarios import Ability
-
-#: Rises when a member changes its meaning or goes away.
-SCHEMA_VERSION = 1
 
 
 class Verdict(StrEnum):
@@ -240,121 +234,6 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointInfo:
-    """The reference system's frozen weights and what they reached."""
-
-    source: str  #: "trained" or the file's name
-    seed: int
-    num_parameters: int
-    loss: float  #: mean cross-entropy, nats per position
-    entropy_floor: float
-    largest_probability_error: float
-    digest_before: str
-    digest_after: str
-    tie: str  #: how the corpus's ties fell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheTraceRow:
-    """One layer's cache after one consumed token; shapes are (batch, head, slot, head_dim)."""
-
-    tokens: str
-    position: int
-    layer: int
-    k_shape: tuple[int, ...]
-    v_shape: tuple[int, ...]
-    expected_shape: tuple[int, ...]
-    asserted: bool  #: whether the shapes were held against the expected one
-    holds: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMemory:
-    """Bytes of K and V together, from elements × item size; ``measured`` is what the tensors hold."""
-
-    bytes_per_element: int
-    bytes_per_token_and_layer: int
-    bytes_per_token: int
-    bytes_per_layer: int  #: at the full context
-    bytes_per_request: int  #: after the run that was measured
-    bytes_full_context: int
-    num_tokens_measured: int
-    measured_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A call that breaks the cache's contract, and how it was refused."""
-
-    attempt: str
-    message: str
-    refused: bool
-    unchanged: bool  #: the session is as it was before the call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateItem:
-    """One line of the acceptance gate."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPair:
-    """One policy run cached and uncached, and whether the record reproduces the run."""
-
-    name: str
-    cached: Run
-    uncached: Run
-    equal: bool  #: the two token traces and stop reasons
-    difference: Divergence | None  #: where the two part, and whether logits or policy parted them
-    reproduced: bool  #: replayed from its record, line by line, through both paths
-    problem: str | None
-    expected_trace: str | None  #: the checked trace, where there is one
-    expected_stop: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Milestone:
-    """The reference system's own part of the report."""
-
-    checkpoint: CheckpointInfo
-    vocabulary: tuple[str, ...]
-    patterns: tuple[str, ...]
-    switched_off: tuple[str, ...]
-    cache_trace: tuple[CacheTraceRow, ...]
-    memory: CacheMemory
-    requests_isolated: bool  #: two interleaved requests give bit-identical rows to each alone
-    refusals: tuple[Refusal, ...]
-    runs: tuple[RunPair, ...]
-    gate: tuple[GateItem, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every line of the gate holds."""
-        return all(item.passed for item in self.gate)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What ``kvproof audit`` was asked: the subject and its programs can be made from it again."""
-
-    target: str | None  #: as it was typed; None where ``config`` stands for it
-    config: str | None  #: the configuration file of a random model
-    dtype: str
-    attention: str
-    device: str
-    trust_remote_code: bool
-    seed: int  #: of random weights, random tokens and random programs
-    sequences: tuple[tuple[int, ...], tuple[int, ...]]  #: the tokens that the catalogue was made over
-    num_programs: int  #: random programs besides the catalogue's
-    command: str | None  #: the line to type to run it again; None where no command line asked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumedToken:
     """One token that a program consumed: a column of a `Spread`."""
 
@@ -400,46 +279,3 @@ class Spread:
     gaps: tuple[tuple[float | None, ...], ...]  #: [site][token], as parts; whole for what is no float
     kept: tuple[KeptSlot, ...]
     left_out: bool  #: the program consumes more tokens than are shown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What one audit found."""
-
-    schema_version: int
-    verdict: Verdict
-    summary: str
-    environment: Environment
-    request: Request | None  #: None for the milestone, and where an audit was called from Python
-    subject: SubjectInfo
-    tolerance: Tolerance
-    constants: tuple[Constant, ...]
-    scenarios: tuple[ScenarioResult, ...]
-    faults: tuple[FaultResult, ...]
-    certificate: Certificate | None
-    notes: tuple[str, ...]  #: what else a reader must know, as that there was no float64 rung
-    partial: bool  #: interrupted, or stopped at the first finding: scenarios may be missing
-    spreads: tuple[Spread, ...]  #: of the first finding, or of a program without one; then of each fault
-    milestone: Milestone | None
-
-    @property
-    def exit_status(self) -> int:
-        """The command line's exit status: the verdict's, or 1 where the milestone's gate fails."""
-        if self.milestone is not None and not self.milestone.passed:
-            return self.verdict.exit_status or 1
-        return self.verdict.exit_status
-
-    def __repr__(self) -> str:
-        """Return it on one screen: what a prompt shows."""
-        return str(_renderer().brief(self))
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        """Return it on one screen: what a notebook shows."""
-        return str(_renderer().brief_html(self))
-
-
-def _renderer() -> Any:
-    """Return the module that renders reports: it stands above this one, and is looked up when it is asked for."""
-    return importlib.import_module("kvproof.contract.sentences")

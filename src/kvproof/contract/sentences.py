@@ -1,19 +1,22 @@
-"""A report on one screen, as it stands in a terminal's prompt, a notebook, or a failing test."""
+"""What an audit found, in sentences; and a report on one screen, for a prompt, a notebook, or a failing test."""
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
-from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.results import Divergence, ScenarioResult, Verdict
 from kvproof.contract.text import printable
-from kvproof.render.findings import found
+
+if TYPE_CHECKING:
+    from kvproof.contract.report import Report
 
 
-def brief(report: Report) -> str:
+def brief(report: "Report") -> str:
     """Return the verdict, what led to it, and what was not checked."""
     return "\n".join(printable(line) for part in _parts(report) for line in part.split("\n"))
 
 
-def brief_html(report: Report) -> str:
+def brief_html(report: "Report") -> str:
     """Return the same for a notebook; what tokens hold is shown and never run."""
     return f"<pre>{escape(brief(report))}</pre>"
 
@@ -23,7 +26,7 @@ def finding_of(scenario: ScenarioResult) -> str:
     return found(scenario) or scenario.reason or f"largest gap {scenario.largest_gap:.4g}"
 
 
-def _parts(report: Report) -> Iterator[str]:
+def _parts(report: "Report") -> Iterator[str]:
     subject = report.subject
     yield report.summary
     yield f"{subject.name}: {subject.num_layers} layers, vocabulary {subject.vocab_size}, {subject.dtype}"
@@ -40,3 +43,41 @@ def _parts(report: Report) -> Iterator[str]:
         caught = sum(mutant.outcome.value == "caught" for mutant in report.certificate.mutants)
         yield f"certificate: {caught} of {len(report.certificate.mutants)} planted faults were caught"
     yield from (f"note: {note}" for note in report.notes)
+
+
+def found(scenario: ScenarioResult) -> str | None:
+    """Say what a scenario found: where it went wrong, which side is suspect, and whether it is advice alone."""
+    bad = next((row for row in scenario.rows if row.verdict is Verdict.DIVERGED), None)
+    lines = []
+    if scenario.divergence is not None:
+        lines.append(finding(scenario.divergence))
+    elif bad is not None:
+        lines.append(f"after {bad.tokens}: {bad.reason}.")
+    if scenario.four_ways is not None:
+        lines.append(f"Which side: {scenario.four_ways.sentence}.")
+    if lines and scenario.advice:
+        lines.append("This is advice, and no part of the verdict: the caller chose what leads to it.")
+    return "\n".join(lines) or None
+
+
+def finding(divergence: Divergence) -> str:
+    """Say where a path went wrong first, what contract that breaks, and whether it was confirmed."""
+    lines = [f"{divergence.sentence}.", f"Likely contract: {divergence.contract}."]
+    if divergence.introduced:
+        lines.append(confirmation(divergence))
+    return "\n".join(lines)
+
+
+def confirmation(divergence: Divergence) -> str:
+    """Say whether putting the uncached values in place made the paths agree, and where that was needed."""
+    places = divergence.introduced
+    agree = "the logits agree" if divergence.logits_differ else "every value agrees"
+    if not divergence.confirmed:
+        more = f" and at {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
+        return f"Not confirmed: with the uncached value of {places[0]}{more}, it was not shown that {agree}."
+    if len(places) == 1:
+        return f"Confirmed: with the uncached value of {places[0]} put in its place, {agree}."
+    return (
+        f"Confirmed in {len(places)} places, each wrong even where those before it are put right; with the "
+        f"uncached values of all of them, {agree}: {'; '.join(places)}."
+    )

@@ -4,19 +4,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvproof.contract.milestone import RunPair
+from kvproof.contract.report import Report
 from kvproof.contract.results import (
     Certificate,
     Divergence,
     Mutant,
     Outcome,
-    Report,
     RowResult,
-    RunPair,
     ScenarioResult,
     Verdict,
 )
-from kvproof.contract.sentences import finding_of
-from kvproof.render.findings import confirmation, found
+from kvproof.contract.sentences import confirmation, finding_of, found
 from kvproof.render.html_data import data_of
 from kvproof.render.page import CHARTS, number, page
 

@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from kvproof.contract.results import Report, RowResult, ScenarioResult, Spread
+from kvproof.contract.report import Report
+from kvproof.contract.results import RowResult, ScenarioResult, Spread
 from kvproof.contract.text import printable
 from kvproof.render.page import tail
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
-from kvproof.contract.results import SCHEMA_VERSION, Report
+from kvproof.contract.report import SCHEMA_VERSION, Report
 from kvproof.errors import ReportError
 
 

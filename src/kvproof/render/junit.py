@@ -2,7 +2,8 @@
 
 import xml.etree.ElementTree as ET
 
-from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.contract.sentences import finding_of
 from kvproof.contract.text import printable
 

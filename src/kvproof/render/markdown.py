@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.contract.sentences import finding_of
 from kvproof.render.sweep_markdown import plain
 

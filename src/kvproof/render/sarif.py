@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvproof.contract.results import Report, ScenarioResult, Verdict
+from kvproof.contract.report import Report
+from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.contract.sentences import finding_of
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -11,18 +11,11 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from kvproof.contract.ledger import MarginVerdict, Step
-from kvproof.contract.results import (
-    Certificate,
-    FaultResult,
-    Milestone,
-    Outcome,
-    Report,
-    RunPair,
-    ScenarioResult,
-    Verdict,
-)
+from kvproof.contract.milestone import Milestone, RunPair
+from kvproof.contract.report import Report
+from kvproof.contract.results import Certificate, FaultResult, Outcome, ScenarioResult, Verdict
+from kvproof.contract.sentences import finding, found
 from kvproof.contract.text import printable
-from kvproof.render.findings import finding, found
 
 _STYLE = {
     Verdict.MATCH: "green",
