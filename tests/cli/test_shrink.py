@@ -95,7 +95,11 @@ MATCHED = dataclasses.replace(REPORT, request=REQUEST)
 REFUSED: dict[str, tuple[str | Report, tuple[str, ...], tuple[str, ...]]] = {
     "not a report": ("[]", (), ("report.json has schema version None",)),
     "not JSON": ("{", (), ("report.json: not JSON",)),
-    "a later schema": ('{"schema_version": 9}', (), ("schema version 9; this kvproof reads 1",)),
+    "a later schema": (
+        '{"schema_version": 9}',
+        (),
+        ("schema version 9, written by a newer kvproof",),
+    ),
     "no request": (
         dataclasses.replace(diverged("fork"), request=None),
         (),

@@ -59,7 +59,7 @@ def model(model_type: str) -> TransformersSubject:
 
 def certified(subject: Subject, first: tuple[int, ...], second: tuple[int, ...]) -> Certificate:
     auditor = Auditor(subject)
-    auditor.uncached.know([first, second])
+    auditor.uncached.measure([first, second])
     return Certifier(auditor.uncached, auditor.tolerance, first, second).certificate()
 
 

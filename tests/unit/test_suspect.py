@@ -78,7 +78,7 @@ def healthy() -> Checkpoint:
 
 def found(subject: ReferenceSubject, *, scenario_is_wrong: bool, prefix: tuple[int, ...] = PREFIX) -> FourWays:
     uncached = Uncached(subject, "one-pass")
-    uncached.know([IDS])
+    uncached.measure([IDS])
     exact = ReferenceSubject(subject.checkpoint).cast(torch.float64).rows(prefix)[-1]
     ways = four_ways(uncached, prefix, off(exact) if scenario_is_wrong else exact)
     assert ways is not None
@@ -182,7 +182,7 @@ def test_two_that_stand_alone_name_no_suspect(healthy: Checkpoint):
 def test_without_a_top_rung_there_is_nothing_to_count(healthy: Checkpoint):
     subject = ReferenceSubject(healthy)
     uncached = Uncached(subject, "one-pass", top_rung=False)
-    uncached.know([IDS])
+    uncached.measure([IDS])
     assert four_ways(uncached, PREFIX, subject.rows(PREFIX)[-1]) is None
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import Uncached
+from kvproof._engine.verdict_rules import are_equal_in_float64
 from kvproof._numerics.gaps import gap_between
-from kvproof._numerics.tolerances import structural_limit
 from kvproof.contract.results import FourWays
 from kvproof.errors import KvproofError
 from kvproof.subjects import Subject
@@ -31,7 +31,7 @@ def four_ways(uncached: Uncached, prefix: Prefix, actual: Tensor) -> FourWays | 
     for name, row in (*_ways(uncached, prefix), ("this scenario", actual)):
         for names, first in groups:
             gap = gap_between(first, row)
-            if gap.size <= structural_limit(0.0, gap.scale):
+            if are_equal_in_float64(gap):
                 names.append(name)
                 break
         else:

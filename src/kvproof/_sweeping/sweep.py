@@ -23,10 +23,10 @@ from kvproof._engine.prompts import random_sequences
 from kvproof._sweeping import Outcome, ProcessRunner, Runner, SerialRunner, Work
 from kvproof._system.files import write_whole
 from kvproof._system.machine import environment, one_thread, own_peak_mb
-from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
+from kvproof.contract.codec import CodecError, added_in, from_plain, strict_loads, to_plain
 from kvproof.contract.report import Report
 from kvproof.contract.results import ScenarioResult
-from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
+from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.errors import OutputError, UsageError
 from kvproof.render.sweep_markdown import render
 from kvproof.scenarios import catalogue, named
@@ -257,7 +257,8 @@ def _group(outcome: Outcome) -> Group:
 
 def _table(jobs: Sequence[Job], conditions: Conditions, done: dict[Job, Group]) -> Sweep:
     return Sweep(
-        schema_version=TABLE_VERSION,
+        schema_version=VERSION.major,
+        schema_minor=VERSION.minor,
         environment=dataclasses.replace(environment(), num_threads=1),  # as the jobs ran
         conditions=conditions,
         num_groups_asked=len(jobs),
@@ -276,6 +277,7 @@ class Header:
     """The first line of ``cells.jsonl``."""
 
     schema_version: int
+    schema_minor: int = added_in(1, default=0)
     conditions: Conditions
 
 
@@ -326,7 +328,8 @@ def opened_store(
         file.truncate(len(whole))
         store = Store(file, path, groups)
         if not whole:
-            store.append(Header(schema_version=TABLE_VERSION, conditions=conditions))
+            header = Header(schema_version=VERSION.major, schema_minor=VERSION.minor, conditions=conditions)
+            store.append(header)
         yield store
 
 
@@ -348,11 +351,10 @@ def _parsed(text: bytes, path: Path, conditions: Conditions) -> dict[Job, Group]
     """Return the groups of whole lines, the newest of each job; raise `UsageError` for another sweep's."""
     first, *rest = text.decode("utf-8", "replace").splitlines()
     header = _line(Header, first, path, 1)
-    if header.schema_version != TABLE_VERSION:
-        raise UsageError(
-            f"{path} has schema version {header.schema_version}; this kvproof writes {TABLE_VERSION}; "
-            "--fresh starts again"
-        )
+    try:
+        VERSION.check(header.schema_version, header.schema_minor)
+    except CodecError as error:
+        raise UsageError(f"{path} {error}; --fresh starts again") from error
     for member in dataclasses.fields(Conditions):
         there, here = getattr(header.conditions, member.name), getattr(conditions, member.name)
         if there != here:

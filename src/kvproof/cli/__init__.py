@@ -250,7 +250,8 @@ def render(report_file: Path, form: str, out: Path | None) -> None:
     from kvproof._system.files import write_whole
     from kvproof.render.json import read
 
-    text: str = importlib.import_module(f"kvproof.render.{FORMS[form]}").render(read(report_file))
+    report = read(report_file, on_note=complain)
+    text: str = importlib.import_module(f"kvproof.render.{FORMS[form]}").render(report)
     output = (lambda: print_text(text)) if out is None else (lambda: write_whole(out, text.encode()))
     sys.exit(written([output], 0))
 
@@ -308,7 +309,7 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
         from kvproof._system.machine import one_thread
         from kvproof.render.json import read
 
-        report = read(report_file)
+        report = read(report_file, on_note=complain)
         file = report_file.with_name("reproduction.py") if out is None else out
         tiny = report.request is not None and (report.request.target or "").startswith("random:")
         with one_thread() if tiny else nullcontext():

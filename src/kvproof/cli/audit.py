@@ -119,7 +119,7 @@ def audit(
     text = read_prompt(prompt, prompt_file)
     from kvproof.render.json import read
 
-    before = None if baseline is None else read(baseline)
+    before = None if baseline is None else read(baseline, on_note=complain)
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
     from kvproof._system.machine import one_thread

@@ -387,7 +387,7 @@ def read_ledger(file: Path) -> "LedgerFile":
     from kvproof.contract.ledger import parse_ledger
 
     try:
-        return parse_ledger(file.read_text("utf-8"), str(file))
+        return parse_ledger(file.read_text("utf-8"), str(file), on_note=complain)
     except FileNotFoundError as error:
         raise LedgerError(f"no such ledger: {file}") from error
     except (OSError, UnicodeDecodeError) as error:
