@@ -163,3 +163,37 @@ def test_an_index_leads_to_the_entry_that_differs(place: int):
     actual = expected.clone()
     actual.view(-1)[place] = 1.0
     assert float(actual[gap_between(expected, actual).index]) == 1.0
+
+
+@pytest.mark.parametrize("larger", ["first", "last"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_of_differences_that_are_equal_but_for_rounding_the_earliest_is_named(
+    dtype: torch.dtype, axis: int, larger: str
+):
+    """Differences that were equal by algebra parted in the last digit: another processor named another slot."""
+    expected = torch.ones(3, 3, 3, dtype=dtype)
+    actual = expected.clone()
+    first, last = [1, 1, 1], [1, 1, 1]
+    last[axis] = 2
+    actual[tuple(first)] = actual[tuple(last)] = 0.5
+    one_unit = expected.clone()
+    one_unit[tuple(first if larger == "first" else last)] += torch.finfo(dtype).eps
+    gap = gap_between(one_unit if dtype is torch.float64 else expected, actual)
+    assert gap.index == tuple(first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_difference_that_is_really_larger_is_named_wherever_it_stands(dtype: torch.dtype):
+    expected = torch.ones(3, 3, dtype=dtype)
+    actual = expected.clone()
+    actual[0, 1], actual[2, 0] = 0.5, 0.25
+    assert gap_between(expected, actual).index == (2, 0)
+
+
+def test_a_small_difference_is_never_taken_for_none():
+    """Where all differences are within rounding, the largest is still the one that is named."""
+    expected = torch.full((4,), 1e6, dtype=torch.float64)
+    actual = expected.clone()
+    actual[3] += 1e-6
+    assert gap_between(expected, actual).index == (3,)
