@@ -1,8 +1,8 @@
 """Runs the tests that compute under several settings, each of which makes this processor round as another would.
 
-Run by ``make test-processors``. It prints one line for each setting: a digest of a few computations, what passed, and
-how long it took. It exits with 1 if anything failed. Which variables have an effect depends on the processor and its
-maker: where two digests agree, the two settings tried the same thing.
+Run by ``make test-processors``. It prints one line for each setting: a digest of a few computations, what passed,
+and how long it took. It exits with 1 if anything failed. Which variables have an effect depends on the processor
+and its maker: where two digests agree, the two settings tried the same thing.
 """
 
 import hashlib

@@ -10,9 +10,9 @@ A page is read from top to bottom, in a folder of its own, as a reader would fol
 - ``sh``: what cannot be run here, such as an installation. What it names is checked to be there.
 
 Numbers are compared as numbers. One that follows from weights and tokens agrees to its last digit, or to a
-hundredth. One below 0.001 is of rounding, and differs from one processor to the next: it is held below what rounding
-may come to, of float64 where it is below 1e-9, and not to its digits. One beyond a million is a quotient by such a
-number.
+hundredth. One below 0.001 is of rounding, and differs from one processor to the next: it is held below what
+rounding may come to, of float64 where it is below 1e-9, and not to its digits. One beyond a million is a quotient
+by such a number.
 """
 
 import os

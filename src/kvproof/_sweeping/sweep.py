@@ -154,42 +154,56 @@ def _sentence(result: ScenarioResult) -> str | None:
     return result.reason if result.reason is not None or row is None else f"after {row.tokens}: {row.reason}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """What a sweep covers and how it runs."""
+
+    all_types: bool = False  #: besides the targets, every causal type
+    dtypes: Sequence[str] = ("float32",)
+    attentions: Sequence[str] = ("eager",)
+    length: int = 28  #: tokens a sequence
+    seed: int = 0  #: of weights and tokens
+    only: Sequence[str] = ()  #: scenarios; empty for every one
+    without: Sequence[str] = ()
+    num_jobs: int | None = None  #: processes at a time; by default one for each core
+    limit_s: float = 120  #: for each audit
+    fresh: bool = False  #: forget what the folder holds
+
+
 def sweep_targets(
     targets: Sequence[str],
     folder: Path,
+    options: SweepOptions,
     *,
-    all_types: bool = False,
-    dtypes: Sequence[str] = ("float32",),
-    attentions: Sequence[str] = ("eager",),
-    length: int = 28,
-    seed: int = 0,
-    only: Sequence[str] = (),
-    without: Sequence[str] = (),
-    num_jobs: int | None = None,
-    limit_s: float = 120,
-    fresh: bool = False,
     on_group: Callable[[int, int], None] = lambda num_ended, total: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Audit targets, and with ``all_types`` every causal type, each in a process of its own; see `sweep`.
+    """Audit targets, each in a process of its own; see `sweep`.
 
-    ``num_jobs`` processes run at a time, by default one for each core. A system that cannot fork runs one
-    after another in this process, and cuts none off.
+    A system that cannot fork runs one after another in this process, and cuts none off.
     """
-    conditions = conditions_now(length=length, seed=seed, only=only, without=without)
+    conditions = conditions_now(
+        length=options.length, seed=options.seed, only=options.only, without=options.without
+    )
     # So that forked processes share it; where it is missing, each target is refused with the reason.
     with suppress(ImportError):
         importlib.import_module("kvproof.subjects._transformers")
-    targets = (*targets, *(every_type() if all_types else ()))
-    num_jobs = num_jobs or os.cpu_count() or 2
+    targets = (*targets, *(every_type() if options.all_types else ()))
+    num_jobs = options.num_jobs or os.cpu_count() or 2
     forks = hasattr(os, "fork")
     return sweep(
-        jobs_for(targets, dtypes=dtypes, attentions=attentions, length=length, seed=seed),
+        jobs_for(
+            targets,
+            dtypes=options.dtypes,
+            attentions=options.attentions,
+            length=options.length,
+            seed=options.seed,
+        ),
         conditions,
         folder,
-        runner=ProcessRunner(num_jobs=num_jobs, limit_s=limit_s) if forks else SerialRunner(),
-        limit_s=limit_s,
-        fresh=fresh,
+        runner=ProcessRunner(num_jobs=num_jobs, limit_s=options.limit_s) if forks else SerialRunner(),
+        limit_s=options.limit_s,
+        fresh=options.fresh,
         on_group=on_group,
         on_note=on_note,
     )
