@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,19 +26,33 @@ if TYPE_CHECKING:
     from kvproof._engine.uncached_rows import Reference
     from kvproof.contract.report import AuditRequest, Report
 
+    Ids = tuple[int, ...]
+
 #: The options that say where a result goes or who computes it, and nothing of what is run.
 _OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outputs:
-    """Where the result of an audit goes, and what makes it fail."""
+class AuditOptions:
+    """What is audited, how, and where the result goes, as it was typed; `Loading` says how TARGET is loaded."""
 
+    length: int
+    seed: int
+    prompt: str | None
+    prompt_file: Path | None
+    scenario: tuple[str, ...]
+    skip: tuple[str, ...]
+    require: tuple[str, ...]
+    num_programs: int
+    as_list: bool
+    reference: "Reference"
+    certificate: bool
+    jobs: int | None
+    fail_fast: bool
+    baseline: Path | None
     report_dir: Path | None
     as_json: bool
     quiet: bool
-    fail_fast: bool
-    require: tuple[str, ...]
 
 
 @click.command()
@@ -86,27 +100,7 @@ class _Outputs:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
-def audit(
-    target: str | None,
-    length: int,
-    seed: int,
-    prompt: str | None,
-    prompt_file: Path | None,
-    scenario: tuple[str, ...],
-    skip: tuple[str, ...],
-    as_list: bool,
-    baseline: Path | None,
-    num_programs: int,
-    quiet: bool,
-    report_dir: Path | None,
-    as_json: bool,
-    require: tuple[str, ...],
-    reference: "Reference",
-    certificate: bool,
-    jobs: int | None,
-    fail_fast: bool,
-    loading: Loading,
-) -> None:
+def audit(target: str | None, loading: Loading, **given: Any) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 
     TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
@@ -114,15 +108,26 @@ def audit(
     file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
     with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
-    if as_list:
-        _print_scenarios(length)
+    options = AuditOptions(**given)
+    if options.as_list:
+        _print_scenarios(options.length)
         return
     if target is None and loading.config is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
-    text = read_prompt(prompt, prompt_file)
+    text = read_prompt(options.prompt, options.prompt_file)
     from kvproof.render.json import read
 
-    before = None if baseline is None else read(baseline, on_note=complain)
+    before = None if options.baseline is None else read(options.baseline, on_note=complain)
+    report, sequences = _run(target, loading, options, text)
+    context = click.get_current_context()
+    report = replace(report, request=_request(context, report.subject.dtype, sequences))
+    sys.exit(_write(report, options, before, _repeat_command(context, report)))
+
+
+def _run(
+    target: str | None, loading: Loading, options: AuditOptions, text: str | None
+) -> "tuple[Report, tuple[Ids, Ids]]":
+    """Load the target and audit it; return the report, and the tokens that the catalogue was made over."""
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
     from kvproof._system.machine import one_thread
@@ -130,32 +135,30 @@ def audit(
     from kvproof.subjects import limits_of
     from kvproof.subjects._targets import load_target
 
+    seed = options.seed
     # More threads than one only wait for each other on tensors as small as a random model's.
     tiny = target is not None and target.startswith("random:")
-    with show_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
+    with show_progress(options.quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading.config}")
         subject = load_target(target, loading.options(seed))
-        sequences = sequences_for(subject, text, length, seed)
-        drawn = random_programs(limits_of(subject), num=num_programs, seed=seed, max_len=len(sequences[0]))
-        programs = (*catalogue(*sequences, subject.boundaries), *drawn)
-        chosen = named(programs, only=scenario, without=skip)
+        first, other = sequences_for(subject, text, options.length, seed)
+        drawn = random_programs(limits_of(subject), num=options.num_programs, seed=seed, max_len=len(first))
+        programs = (*catalogue(first, other, subject.boundaries), *drawn)
+        chosen = named(programs, only=options.scenario, without=options.skip)
         progress.parts(1 + len({program.name for program in chosen}))
         report = run(
             subject,
             chosen,
             all_values=False,
-            spread=report_dir is not None,
+            spread=options.report_dir is not None,
             keep_partial=True,
             on_scenario=progress.part,
-            reference=reference,
-            certificate=certificate,
-            jobs=jobs,
-            fail_fast=fail_fast,
+            reference=options.reference,
+            certificate=options.certificate,
+            jobs=options.jobs,
+            fail_fast=options.fail_fast,
         )
-    context = click.get_current_context()
-    report = replace(report, request=_request(context, subject.info.dtype, sequences))
-    outputs = _Outputs(report_dir=report_dir, as_json=as_json, quiet=quiet, fail_fast=fail_fast, require=require)
-    sys.exit(_write(report, outputs, before, _repeat_command(context, report)))
+    return report, (first, other)
 
 
 def _print_scenarios(length: int) -> None:
@@ -186,7 +189,7 @@ def _request(
     )
 
 
-def _write(report: "Report", options: _Outputs, before: "Report | None", repeat: str) -> int:
+def _write(report: "Report", options: AuditOptions, before: "Report | None", repeat: str) -> int:
     """Print and write an audit's report as its options say; return the exit status."""
     from kvproof.contract.baseline import changes
 
