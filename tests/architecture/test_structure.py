@@ -36,6 +36,8 @@ PUBLIC = [
     "audit",
     "cache_memory",
     "conformance",
+    "contract",
+    "errors",
     "faults",
     "generate",
     "localise",

@@ -95,7 +95,7 @@ def test_a_last_line_that_was_cut_off_is_said_and_its_group_alone_run_again(tmp_
     file.write_bytes(lines[:-num_bytes_cut])
     table, ran, notes = swept(tmp_path)
     assert ran == ["random:c"]
-    assert notes == [f"{file} ends in half a line; the group that it was of is run again"]
+    assert notes == [f"{file} ends in a half-written line; that target will be run again"]
     assert [g.cells for g in table.groups] == [g.cells for g in whole.groups]
     assert file.read_bytes().count(b"\n") == lines.count(b"\n")
     assert swept(tmp_path)[1:] == ([], [])

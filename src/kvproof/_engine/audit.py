@@ -42,7 +42,7 @@ from kvproof.faults import Fault
 from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
 from kvproof.subjects import Subject, as_subject, limits_of
 
-NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
+NO_CERTIFICATE = "no certificate (--no-certificate): no faults were planted to prove that this audit can fail"
 _SHORTEST_CERTIFIED = 4
 
 

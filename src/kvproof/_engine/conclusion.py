@@ -26,9 +26,12 @@ def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: 
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
     if certificate is not None and certificate.problem is not None:
-        return f"Not shown: {text}, and {certificate.problem}."
+        return f"Could not decide: {text}, but {certificate.problem}."
+    if not compared:
+        reason = next((result.reason for result in results if result.reason), "no scenario gave a row")
+        return f"Could not decide: no prefix could be compared: {reason}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
-    return f"Not shown: {text}, verdict {verdict.value}{look}."
+    return f"Could not decide: {text}, verdict {verdict.value}{look}."
 
 
 def scenario_result(

@@ -149,7 +149,7 @@ def _sentence(result: ScenarioResult) -> str | None:
     found = result.divergence
     if found is not None:
         ways = f" {result.four_ways.sentence}" if result.four_ways is not None else ""
-        return f"{found.sentence}. Likely contract: {found.contract}.{ways}"
+        return f"{found.sentence}. Likely cause: {found.contract}.{ways}"
     row = next((row for row in result.rows if row.verdict is result.verdict), None)
     return result.reason if result.reason is not None or row is None else f"after {row.tokens}: {row.reason}"
 
@@ -338,7 +338,7 @@ def opened_store(
         whole = text[: text.rfind(b"\n") + 1]
         groups = _parsed(whole, path, conditions) if whole else {}
         if len(whole) < len(text):
-            on_note(f"{path} ends in half a line; the group that it was of is run again")
+            on_note(f"{path} ends in a half-written line; that target will be run again")
         file.truncate(len(whole))
         store = Store(file, path, groups)
         if not whole:
