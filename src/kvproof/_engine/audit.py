@@ -9,7 +9,7 @@ import torch
 from kvproof._engine.certificate import MOST_TOKENS, Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.four_computations import four_ways
-from kvproof._engine.localise import Localisation, localise
+from kvproof._engine.localise import localise
 from kvproof._engine.program_rows import ProgramRows, RowAuditor
 from kvproof._engine.prompts import DEFAULT_LENGTH, programs_for
 from kvproof._engine.spread import spreads_of
@@ -31,6 +31,7 @@ from kvproof.contract.results import (
     Divergence,
     FaultResult,
     FourWays,
+    Localisation,
     RowResult,
     ScenarioResult,
     Spread,

@@ -36,7 +36,7 @@ from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, Trace, Unc
 from kvproof._numerics.gaps import Gap, gap_between, is_within, largest
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import POINTER_FACTOR, TOP_RUNG
-from kvproof.contract.results import Divergence
+from kvproof.contract.results import Divergence, Localisation
 from kvproof.contract.stages import (
     LIKELY_CONTRACT,
     OVER_SLOTS,
@@ -56,14 +56,6 @@ from kvproof.subjects import Session, Subject
 ValueRung = Literal["top", "declared"]
 
 _HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS, Stage.ATTN_MIX}) | OVER_SLOTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Localisation:
-    """The first mismatch, or none, and how many values were compared to say so."""
-
-    divergence: Divergence | None
-    num_values: int
 
 
 def localise(

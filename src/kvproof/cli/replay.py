@@ -17,8 +17,7 @@ from kvproof.errors import LedgerError, TrainingError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvproof._generation.replay import ReplayResult
-    from kvproof.contract.ledger import Header, LedgerFile, Run
+    from kvproof.contract.ledger import Header, LedgerFile, ReplayResult, Run
     from kvproof.reference import Checkpoint
     from kvproof.subjects import Subject
 

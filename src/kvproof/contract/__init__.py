@@ -1,7 +1,19 @@
 """The contract: reports, ledgers and tables as frozen data. Standard library only."""
 
 from kvproof.contract.environment import Environment
-from kvproof.contract.ledger import End, Entry, Header, LedgerFile, MarginVerdict, Run, Source, Step, StopReason
+from kvproof.contract.ledger import (
+    End,
+    Entry,
+    Header,
+    LedgerFile,
+    LineProblem,
+    MarginVerdict,
+    ReplayResult,
+    Run,
+    Source,
+    Step,
+    StopReason,
+)
 from kvproof.contract.milestone import Milestone
 from kvproof.contract.report import AuditRequest, Report
 from kvproof.contract.results import (
@@ -15,6 +27,7 @@ from kvproof.contract.results import (
     ExactEvidence,
     FaultResult,
     FourWays,
+    Localisation,
     Mutant,
     NotPlanted,
     Outcome,
@@ -46,11 +59,14 @@ __all__ = [
     "FourWays",
     "Header",
     "LedgerFile",
+    "LineProblem",
+    "Localisation",
     "MarginVerdict",
     "Milestone",
     "Mutant",
     "NotPlanted",
     "Outcome",
+    "ReplayResult",
     "Report",
     "RowResult",
     "Run",

@@ -146,6 +146,30 @@ class LedgerFile:
     damage: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineProblem:
+    """What a line records, and what follows from the lines before it and the model."""
+
+    line: int  #: counts from 1, as an editor does; the header is line 1
+    member: str
+    recorded: str
+    derived: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.member} is {self.recorded}, and {self.derived} follows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """Whether a record holds. ``bit_identical`` tells whether every logits row came out to the last bit."""
+
+    num_lines: int
+    problem: LineProblem | None
+    bit_identical: bool
+    same_environment: bool
+    elsewhere: tuple[str, ...]  #: what the record was made with that is not so here, in words
+
+
 def ledger_lines(run: Run) -> Iterator[str]:
     """Yield the run's JSON lines, without line ends."""
     for line in (run.header, *run.steps, *((run.end,) if run.end else ())):

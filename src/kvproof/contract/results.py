@@ -223,6 +223,14 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Localisation:
+    """The first mismatch, or none, and how many values were compared to say so."""
+
+    divergence: Divergence | None
+    num_values: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FourWays:
     """One row by every way to compute it, in float64, grouped by which agree; the largest group first."""
 
