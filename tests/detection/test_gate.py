@@ -14,7 +14,7 @@ from kvproof._generation.choosing import Choice
 from kvproof._reference_system import milestone as milestone_module
 from kvproof.contract.ledger import StopReason
 from kvproof.errors import ContextError
-from kvproof.faults import Fault, mask_off_by_one, position_off_by_one
+from kvproof.faults import Fault, Planting, mask_off_by_one, position_off_by_one
 from kvproof.policies import Policy
 from kvproof.reference import Checkpoint
 from kvproof.reference.cache import Append, DecoderCache
@@ -117,7 +117,10 @@ def test_a_cache_that_refuses_nothing_fails_the_shapes(checkpoint: Checkpoint, m
 def harmless() -> Fault:
     fault = position_off_by_one()
     return Fault(
-        name="wrong-position", breaks="nothing", first_stage=fault.first_stage, plant=lambda: lambda: keep
+        name="wrong-position",
+        breaks="nothing",
+        first_stage=fault.first_stage,
+        plant=lambda: Planting(lambda: keep),
     )
 
 
