@@ -26,8 +26,8 @@ from kvproof._numerics.tolerances import (
     declared_tolerance,
     structural_limit,
 )
-from kvproof._system.forked import check_jobs, default_jobs, in_processes
 from kvproof._system.machine import environment
+from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
 from kvproof.contract.report import SCHEMA_VERSION, Report
 from kvproof.contract.results import (
     Certificate,
@@ -192,7 +192,7 @@ class Auditor:
             [program for program in programs if program.name == name]
             for name in dict.fromkeys(program.name for program in programs)
         ]
-        checked = in_processes(lambda number: self._checked(groups[number]), len(groups), self.jobs)
+        checked = map_in_processes(lambda number: self._checked(groups[number]), len(groups), self.jobs)
         for group in groups:
             on_scenario(group[0].name)
             if causal:

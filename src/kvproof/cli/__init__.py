@@ -195,7 +195,7 @@ def replay(
     with shown_progress(quiet) as progress:
         from kvproof._generation.replay import replay as run
         from kvproof._reference_system.milestone import TOLERANCE
-        from kvproof._system.machine import one_thread, threads
+        from kvproof._system.machine import use_one_thread, use_threads
         from kvproof.contract.text import printable
         from kvproof.errors import LedgerError
         from kvproof.subjects import ReferenceSubject, Subject
@@ -212,7 +212,7 @@ def replay(
             progress.stage("loading the model")
             subject = recorded_subject(header, target, network=network, trust_remote_code=trust_remote_code)
         num_threads = min(header.environment.num_threads, os.cpu_count() or 1)
-        with one_thread() if reference else threads(max(1, num_threads)):
+        with use_one_thread() if reference else use_threads(max(1, num_threads)):
             try:
                 result = run(
                     record.run,
@@ -305,13 +305,13 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
     """
     with shown_progress(quiet) as progress:
         from kvproof._shrinking.reproduce import reproduce
-        from kvproof._system.machine import one_thread
+        from kvproof._system.machine import use_one_thread
         from kvproof.render.json import read
 
         report = read(report_file)
         file = report_file.with_name("reproduction.py") if out is None else out
         tiny = report.request is not None and (report.request.target or "").startswith("random:")
-        with one_thread() if tiny else nullcontext():
+        with use_one_thread() if tiny else nullcontext():
             done = reproduce(report, file, name=str(report_file), only=scenario, on_stage=progress.stage)
     outcome = "reproduces it" if done.reproduces else "does NOT reproduce it"
     if not done.reproduces:
@@ -324,11 +324,11 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
 def _train(progress: Progress, seed: int | None = None) -> "Checkpoint":
     import dataclasses
 
-    from kvproof._system.machine import one_thread
+    from kvproof._system.machine import use_one_thread
     from kvproof.reference import RECIPE, Checkpoint, train
 
     recipe = RECIPE if seed is None else dataclasses.replace(RECIPE, seed=seed)
-    with one_thread():
+    with use_one_thread():
         decoder, loss = train(recipe, on_step=lambda step, at: progress.step(step, recipe.num_steps, at))
     return Checkpoint(decoder=decoder, seed=recipe.seed, loss=loss)
 

@@ -122,13 +122,13 @@ def audit(
     before = None if baseline is None else read(baseline)
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
-    from kvproof._system.machine import one_thread
+    from kvproof._system.machine import use_one_thread
     from kvproof.subjects import limits_of
     from kvproof.subjects._targets import LoadOptions, load_target
 
     # More threads than one only wait for each other on tensors as small as a random model's.
     tiny = target is not None and target.startswith("random:")
-    with shown_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
+    with shown_progress(quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading['config']}")
         subject = load_target(target, LoadOptions(seed=seed, **loading))
         sequences = sequences_for(subject, text, length, seed)
