@@ -69,7 +69,7 @@ def test_captured_output_does_not_reach_the_terminal_and_there_is_no_input(capfd
         (lambda: sys.exit(3), "ended with exit status 1 and no result: SystemExit: 3"),
         (
             lambda: os.write(2, b"a\nout of\x1b memory\n \n") and os._exit(9),
-            "{} 9 and no result: out of\\x1b memory",
+            "ended with exit status 9 and no result: out of\\x1b memory",
         ),
     ],
     ids=["SIGKILL", "a signal without a name", "exit status", "SystemExit", "last line"],
