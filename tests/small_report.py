@@ -17,12 +17,16 @@ from kvproof.contract.milestone import (
     Refusal,
     RunPair,
 )
-from kvproof.contract.report import AuditRequest, Report
+from kvproof.contract.report import VERSION, AuditRequest, Report
 from kvproof.contract.results import (
     Certificate,
+    ChoiceEvidence,
+    ChoiceFlip,
     Constant,
     ConsumedToken,
     Divergence,
+    Evidence,
+    ExactEvidence,
     FaultResult,
     FourWays,
     KeptSlot,
@@ -76,20 +80,27 @@ DIVERGENCE = Divergence(
 )
 
 
+CHOICES = ChoiceEvidence(
+    gap=1e-6,
+    uncached_error=1e-6,
+    cached_error=1e-6,
+    sampled_error=None,
+    flip=ChoiceFlip(position=1, number=0, taken=2, rejected=1, margin=1e-7, error=1e-7),
+)
+
+
 def row(tokens: str, ids: tuple[int, ...], verdict: Verdict, gap: float) -> RowResult:
     return RowResult(
         ids=ids,
         tokens=tokens,
-        gap=gap,
+        evidence=Evidence(
+            gap=gap,
+            allowed=1e-5,
+            noise=2e-6,
+            scale=4.0,
+            exact=ExactEvidence(gap=1e-15, noise=0.0, scale=4.0, uncached_error=1e-6, cached_error=2e-6),
+        ),
         worst_id=2,
-        allowed=1e-5,
-        noise=2e-6,
-        scale=4.0,
-        top_gap=1e-15,
-        top_noise=0.0,
-        uncached_error=1e-6,
-        cached_error=2e-6,
-        sampled_error=None,
         margin=5.5,
         margin_verdict=MarginVerdict.SAFE,
         verdict=verdict,
@@ -307,7 +318,8 @@ SPREAD = Spread(
 )
 
 REPORT = Report(
-    schema_version=1,
+    schema_version=VERSION.major,
+    schema_minor=VERSION.minor,
     verdict=Verdict.ROUNDING,
     summary="The gate fails: 1 of 2 lines do not hold.",
     environment=ENVIRONMENT,
@@ -362,10 +374,7 @@ REPORT = Report(
             rows=(
                 dataclasses.replace(
                     row("A", (2,), Verdict.MATCH, 1e-6),
-                    top_gap=None,
-                    top_noise=None,
-                    uncached_error=None,
-                    cached_error=None,
+                    evidence=Evidence(gap=1e-6, allowed=1e-5, noise=2e-6, scale=4.0, exact=None, choices=CHOICES),
                     expected=None,
                 ),
             ),

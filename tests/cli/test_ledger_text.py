@@ -47,7 +47,7 @@ def test_a_value_beyond_reason_is_refused_by_file_and_line(
     ("line", "member"), [(1, "dtype"), (4, "margin"), (4, "chosen"), (6, "stop_reason"), (4, "kind")]
 )
 @pytest.mark.parametrize("other", ["null", "1", "the same"])
-def test_a_member_that_stands_twice_is_refused_by_name(
+def test_a_duplicate_key_is_refused_by_name(
     other: str, line: int, member: str, ledgers: dict[str, str], scratch: Path, replayed
 ):
     """The last of the two was read and the first one ignored, so two readers could see two records."""
@@ -55,7 +55,7 @@ def test_a_member_that_stands_twice_is_refused_by_name(
     value = json.dumps(json.loads(lines[line - 1])[member]) if other == "the same" else other
     lines[line - 1] = f'{{"{member}": {value}, {lines[line - 1][1:]}'
     outcome = replayed("".join(f"{line}\n" for line in lines))
-    assert outcome.refused(f"{scratch} line {line}: ", f"member '{member}' stands twice"), outcome
+    assert outcome.refused(f"{scratch} line {line}: ", f"duplicate key '{member}'"), outcome
 
 
 @pytest.mark.parametrize(

@@ -370,8 +370,10 @@ def test_an_edited_member_of_the_end_is_found_and_named(
     assert found(outcome, last, member), outcome
 
 
+#: The version has tests of its own, and its minor number may be missing.
+UNCHECKED = ("kind", "ledger_version", "ledger_minor")
 MEMBERS = [
-    *((1, field.name) for field in dataclasses.fields(Header) if field.name not in ("kind", "ledger_version")),
+    *((1, field.name) for field in dataclasses.fields(Header) if field.name not in UNCHECKED),
     *((3, field.name) for field in dataclasses.fields(Step) if field.name != "kind"),
     *((6, field.name) for field in dataclasses.fields(End) if field.name != "kind"),
 ]

@@ -31,7 +31,7 @@ from kvproof._engine.prompts import random_sequences
 from kvproof.contract.codec import from_plain
 from kvproof.contract.results import Certificate, Outcome
 from kvproof.faults import catalogue
-from kvproof.faults import survey as survey_of
+from kvproof.faults import probe as survey_of
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked, token_by_token
 
@@ -59,7 +59,7 @@ def model(model_type: str) -> TransformersSubject:
 
 def certified(subject: Subject, first: tuple[int, ...], second: tuple[int, ...]) -> Certificate:
     auditor = Auditor(subject)
-    auditor.uncached.know([first, second])
+    auditor.uncached.measure([first, second])
     return Certifier(auditor.uncached, auditor.tolerance, first, second).certificate()
 
 

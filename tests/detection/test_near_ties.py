@@ -184,8 +184,8 @@ def test_a_bug_beside_a_near_tie_is_not_excused_by_it(nudge: float, number: int)
     (tied,) = (row for row in result.rows if len(row.ids) == TIED + 1)
     assert tied.verdict is Verdict.DIVERGED
     uncached = Uncached(subject, "one-pass")
-    uncached.know([IDS])
-    free, alike = (uncached.sampled_error(tied.ids, as_chosen=as_chosen) for as_chosen in (False, True))
+    uncached.measure([IDS])
+    free, alike = (uncached.sampled_error(tied.ids, with_choices=with_choices) for with_choices in (False, True))
     assert tied.cached_error is not None
     assert 4 * free > tied.cached_error
     assert alike < free / 1000
@@ -197,9 +197,9 @@ def test_a_bug_is_not_excused_by_a_choice_that_the_uncached_path_makes_otherwise
     seed = seeds(turned=True)[number]
     subject = with_experts(seed, NEAR, low=True)
     uncached = Uncached(subject, "one-pass")
-    uncached.know([IDS])
+    uncached.measure([IDS])
     assert uncached.error(TIED + 1) > 0.5
-    assert uncached.error_as_chosen(IDS) < 1e-4
+    assert uncached.error_with_choices(IDS) < 1e-4
     result = audited(subject, token_by_token(IDS))
     verdicts = {row.verdict for row in result.rows if len(row.ids) > TIED}
     assert verdicts == {Verdict.DIVERGED}

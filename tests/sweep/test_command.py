@@ -98,7 +98,7 @@ def test_a_faulty_model_fails_the_sweep_and_is_told_in_a_sentence(tmp_path: Path
     (group,) = read(tmp_path).groups
     sentence = next(cell.sentence for cell in group.cells if cell.scenario == "chunked prefill")
     assert "mixer" in sentence
-    assert "Likely contract:" in sentence
+    assert "Likely cause:" in sentence
     assert "chunked prefill: **diverged**" in (tmp_path / "sweep.md").read_text("utf-8")
 
 

@@ -168,7 +168,7 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number(tmp_path: Path):
 def test_a_file_of_a_later_version_is_refused(tmp_path: Path):
     header = {"schema_version": 99, "conditions": to_plain(CONDITIONS)}
     (tmp_path / "cells.jsonl").write_text(json.dumps(header) + "\n", "utf-8")
-    with pytest.raises(UsageError, match="schema version 99"):
+    with pytest.raises(UsageError, match="sweep version 99"):
         swept(tmp_path)
 
 

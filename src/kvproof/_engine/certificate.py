@@ -6,7 +6,6 @@ limit, as in the audit. Uncached values are computed once for all of them, and a
 row and a value differ.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,16 +16,17 @@ import torch
 from kvproof._engine.calls import Layout, TracedCall
 from kvproof._engine.localise import AgainstTheRun, compared, traced_calls
 from kvproof._engine.programs import Row, run_program
+from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
-from kvproof._engine.verdict_rules import Evidence, judge
+from kvproof._engine.verdict_rules import judge
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
-from kvproof.faults import CatalogueFault, Ground, Place, Planting, catalogue, smallest, survey
+from kvproof.faults import CatalogueFault, Place, Planting, PlantingSite, catalogue, probe, smallest
 from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
 from kvproof.subjects import Session
 
@@ -60,9 +60,9 @@ class Certifier:
 
     def __init__(self, uncached: Uncached, tolerance: Tolerance, sequence: Prefix, other: Prefix) -> None:
         self.uncached = uncached
-        self.tolerance = tolerance
+        self._evidence = RowEvidence(uncached.declared.subject, tolerance, uncached)
         self.rung: Rung = uncached.exact or uncached.top or uncached.declared
-        self.ground = survey(self.rung.subject, sequence, other)
+        self.ground = probe(self.rung.subject, sequence, other)
         self.programs: dict[tuple[str, int], Scenario] = {}
         self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
         self._clean: dict[Scenario, _Trial] = {}
@@ -278,21 +278,8 @@ class Certifier:
 
     def _is_beyond_rounding(self, row: Row) -> bool:
         """Return whether a row is wrong in the declared dtype, were there no gap in float64."""
-        expected, truth = self.uncached.row(row.prefix), self.uncached.row_of(self.rung, row.prefix)
-        gap = gap_between(expected, row.logits)
-        evidence = Evidence(
-            gap=gap.size,
-            allowed=self.tolerance.allowed(gap.scale),
-            noise=self.uncached.noise(len(row.prefix)),
-            top_gap=0.0,
-            top_noise=0.0,
-            top_scale=gap.scale,
-            uncached_error=self.uncached.error(len(row.prefix)),
-            cached_error=gap_between(truth, row.logits).size,
-        )
-        if evidence.hangs_on_sampling and self.uncached.top is not None:
-            evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(row.prefix))
-        return not judge(evidence)[0].passes
+        truth = self.uncached.row_of(self.rung, row.prefix)
+        return not judge(self._evidence.in_declared_dtype(row, truth))[0].passes
 
 
 def _bisected(seen: Callable[[float], bool], least: float) -> float | None:
@@ -306,7 +293,7 @@ def _bisected(seen: Callable[[float], bool], least: float) -> float | None:
     return float(10.0**high)
 
 
-def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: Ground) -> str | None:
+def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: PlantingSite) -> str | None:
     """Return why the audit could not be shown able to fail.
 
     Something must have been caught, and in every layer that keeps something a fault that puts one token's content

@@ -18,6 +18,7 @@ from kvproof._numerics.gaps import gap_between
 from kvproof._system.files import LineFile, write_whole
 from kvproof._system.machine import delay_interrupt, environment
 from kvproof.contract.ledger import (
+    LEDGER_MINOR,
     LEDGER_VERSION,
     End,
     Entry,
@@ -233,6 +234,7 @@ class Request:
         info = self.subject.info
         return Header(
             ledger_version=LEDGER_VERSION,
+            ledger_minor=LEDGER_MINOR,
             subject=info.name,
             subject_digest=info.digest,
             subject_seed=self.subject.seed,

@@ -21,8 +21,20 @@ class Gap:
     scale: float  #: the expected value's largest finite magnitude
 
 
+#: Differences are equal where rounding may have parted them: by so many units of the compared values' dtype, …
+_EQUAL_UNITS = 4.0
+#: … of a float64 value by this part of its magnitude, which what was computed before it may have cost, …
+_EQUAL_FLOAT64 = 2.0**-30
+#: … and never by more than this part of the difference itself.
+_EQUAL_PART = 2.0**-10
+
+
 def gap_between(expected: Tensor, actual: Tensor) -> Gap:
-    """Compare two tensors of one shape in float64, every entry; raise `ValueError` if the shapes differ."""
+    """Compare two tensors of one shape in float64, every entry; raise `ValueError` if the shapes differ.
+
+    Of differences that are equal but for rounding the earliest is named, in the order of the axes: which of them
+    is larger in its last digit depends on the processor.
+    """
     if expected.shape != actual.shape:
         raise ValueError(f"shapes differ: {tuple(expected.shape)} and {tuple(actual.shape)}")
     if expected.numel() == 0:
@@ -36,13 +48,28 @@ def gap_between(expected: Tensor, actual: Tensor) -> Gap:
         e = torch.where(e.isfinite(), e, 0.0)
         if size == _BOTH_NAN and bool((expected.isnan() & actual.isnan()).any()):
             size = math.nan
-    return Gap(size=size, index=_unravelled(flat, difference.shape), scale=float(e.abs().max()))
+    scale = float(e.abs().max())
+    if 0.0 < size < _BOTH_NAN:
+        flat = _earliest(difference, size, scale * _unit(expected, actual))
+    return Gap(size=size, index=_unravelled(flat, difference.shape), scale=scale)
 
 
 def _largest_entry(value: Tensor) -> tuple[int, float]:
     """Return the flat position of the largest entry, and the entry."""
     flat = int(value.argmax())
     return flat, float(value.flatten()[flat])
+
+
+def _unit(expected: Tensor, actual: Tensor) -> float:
+    """Return the part of their magnitude by which rounding may move values of these dtypes."""
+    coarsest = max((torch.finfo(v.dtype).eps for v in (expected, actual) if v.is_floating_point()), default=0.0)
+    return max(_EQUAL_FLOAT64, _EQUAL_UNITS * coarsest)
+
+
+def _earliest(difference: Tensor, size: float, rounding: float) -> int:
+    """Return the flat position of the first entry that is as large as the largest, but for rounding."""
+    least = size - min(rounding, size * _EQUAL_PART)
+    return int((difference.flatten() >= least).nonzero()[0])
 
 
 def is_within(expected: Tensor, actual: Tensor, limit: float) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
-from kvproof.contract.sweep_table import TABLE_VERSION, Conditions, Group, Job
+from kvproof.contract.codec import CodecError, added_in, from_plain, strict_loads, to_plain
+from kvproof.contract.sweep_table import VERSION, Conditions, Group, Job
 from kvproof.errors import OutputError, UsageError
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ class StoreHeader:
     """The first line of ``cells.jsonl``."""
 
     schema_version: int
+    schema_minor: int = added_in(1, default=0)
     conditions: Conditions
 
 
@@ -74,7 +75,8 @@ def open_store(
         file.truncate(len(complete))
         store = Store(file, path, groups)
         if not complete:
-            store.append(StoreHeader(schema_version=TABLE_VERSION, conditions=conditions))
+            header = StoreHeader(schema_version=VERSION.major, schema_minor=VERSION.minor, conditions=conditions)
+            store.append(header)
         yield store
 
 
@@ -96,11 +98,10 @@ def _parse_groups(text: bytes, path: Path, conditions: Conditions) -> dict[Job, 
     """Return the newest group of each job; raise `UsageError` if the lines belong to a different sweep."""
     first, *rest = text.decode("utf-8", "replace").splitlines()
     header = _parse_line(StoreHeader, first, path, 1)
-    if header.schema_version != TABLE_VERSION:
-        raise UsageError(
-            f"{path} has schema version {header.schema_version}; this kvproof writes version {TABLE_VERSION}; "
-            "use --fresh to start again"
-        )
+    try:
+        VERSION.check(header.schema_version, header.schema_minor)
+    except CodecError as error:
+        raise UsageError(f"{path} {error}; use --fresh to start again") from error
     for member in dataclasses.fields(Conditions):
         stored, current = getattr(header.conditions, member.name), getattr(conditions, member.name)
         if stored != current:

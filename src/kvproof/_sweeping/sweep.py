@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvproof._system.machine import environment, peak_mb, use_one_thread
 from kvproof.contract.codec import from_plain, strict_loads, to_plain
 from kvproof.contract.report import Report
 from kvproof.contract.results import ScenarioResult
-from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
+from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.errors import UsageError
 from kvproof.render.sweep_markdown import render
 from kvproof.scenarios import catalogue, named
@@ -142,47 +143,61 @@ def _sentence(result: ScenarioResult) -> str | None:
     divergence = result.divergence
     if divergence is not None:
         ways = f" {result.four_ways.sentence}" if result.four_ways is not None else ""
-        return f"{divergence.sentence}. Likely contract: {divergence.contract}.{ways}"
+        return f"{divergence.sentence}. Likely cause: {divergence.contract}.{ways}"
     row = next((row for row in result.rows if row.verdict is result.verdict), None)
     return result.reason if result.reason is not None or row is None else f"after {row.tokens}: {row.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """What a sweep covers and how it runs."""
+
+    all_types: bool = False  #: add every causal type of the installed transformers to the targets
+    dtypes: Sequence[str] = ("float32",)
+    attentions: Sequence[str] = ("eager",)
+    length: int = 28  #: tokens per sequence
+    seed: int = 0  #: of weights and tokens
+    only: Sequence[str] = ()  #: scenarios to run; if empty, all
+    without: Sequence[str] = ()  #: scenarios to skip
+    num_jobs: int | None = None  #: processes at a time; by default one per core
+    limit_s: float = 120  #: the time limit of each audit
+    fresh: bool = False  #: discard what the folder holds
 
 
 def sweep_targets(
     targets: Sequence[str],
     folder: Path,
+    options: SweepOptions,
     *,
-    all_types: bool = False,
-    dtypes: Sequence[str] = ("float32",),
-    attentions: Sequence[str] = ("eager",),
-    length: int = 28,
-    seed: int = 0,
-    only: Sequence[str] = (),
-    without: Sequence[str] = (),
-    num_jobs: int | None = None,
-    limit_s: float = 120,
-    fresh: bool = False,
     on_group: Callable[[int, int], None] = lambda num_ended, total: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Audit targets, and with ``all_types`` every causal type, each in a process of its own; see `sweep`.
+    """Audit targets, each in a process of its own; see `sweep`.
 
-    ``num_jobs`` processes run at a time, by default one for each core. On a system that cannot fork, audits run
-    one after another in this process, without a time limit.
+    On a system that cannot fork, audits run one after another in this process, without a time limit.
     """
-    conditions = current_conditions(length=length, seed=seed, only=only, without=without)
+    conditions = current_conditions(
+        length=options.length, seed=options.seed, only=options.only, without=options.without
+    )
     # Forked processes share this import. If it fails, each target is refused with the reason.
     with suppress(ImportError):
         importlib.import_module("kvproof.subjects._transformers")
-    targets = (*targets, *(list_all_types() if all_types else ()))
-    num_jobs = num_jobs or os.cpu_count() or 2
+    targets = (*targets, *(list_all_types() if options.all_types else ()))
+    num_jobs = options.num_jobs or os.cpu_count() or 2
     forks = hasattr(os, "fork")
     return sweep(
-        list_jobs(targets, dtypes=dtypes, attentions=attentions, length=length, seed=seed),
+        list_jobs(
+            targets,
+            dtypes=options.dtypes,
+            attentions=options.attentions,
+            length=options.length,
+            seed=options.seed,
+        ),
         conditions,
         folder,
-        runner=ProcessRunner(num_jobs=num_jobs, limit_s=limit_s) if forks else SerialRunner(),
-        limit_s=limit_s,
-        fresh=fresh,
+        runner=ProcessRunner(num_jobs=num_jobs, limit_s=options.limit_s) if forks else SerialRunner(),
+        limit_s=options.limit_s,
+        fresh=options.fresh,
         on_group=on_group,
         on_note=on_note,
     )
@@ -250,7 +265,8 @@ def _make_group(outcome: JobOutcome) -> Group:
 
 def _make_table(jobs: Sequence[Job], conditions: Conditions, done: dict[Job, Group]) -> Sweep:
     return Sweep(
-        schema_version=TABLE_VERSION,
+        schema_version=VERSION.major,
+        schema_minor=VERSION.minor,
         environment=dataclasses.replace(environment(), num_threads=1),  # as the jobs ran
         conditions=conditions,
         num_groups_asked=len(jobs),

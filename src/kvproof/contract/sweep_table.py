@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproof.contract.codec import added_in
 from kvproof.contract.environment import Environment
 from kvproof.contract.results import Verdict, worst
+from kvproof.contract.versions import Version
 
-#: Rises when a member changes its meaning or goes away.
-TABLE_VERSION = 1
+#: The major number rises when a member changes its meaning or goes away, the minor one when a member is added.
+VERSION = Version(what="sweep", major=1, minor=1, upgrades={})
 
 
 class Ending(StrEnum):
@@ -93,6 +95,7 @@ class Sweep:
     """The groups that were asked for and have ended, in the order in which they were asked for."""
 
     schema_version: int
+    schema_minor: int = added_in(1, default=0)
     environment: Environment
     conditions: Conditions
     num_groups_asked: int

@@ -1,0 +1,146 @@
+"""Files of older and newer versions: what is read, with which note, and what is refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.small_report import GREEDY_RUN, REPORT
+
+from kvproof.contract.baseline import changes
+from kvproof.contract.codec import CodecError, from_plain
+from kvproof.contract.ledger import LEDGER_MINOR, ledger_lines, parse_ledger
+from kvproof.contract.report import VERSION
+from kvproof.contract.results import Comparison, Verdict
+from kvproof.contract.sweep_table import Sweep
+from kvproof.contract.versions import Version
+from kvproof.errors import LedgerError, ReportError
+from kvproof.render import html, junit, markdown, sarif, terminal
+from kvproof.render.json import parse, read, render
+
+#: Written by the last kvproof that wrote version 1, and left as they were.
+OLD = Path(__file__).parents[1] / "data" / "version-1"
+REPORTS = ("pass.json", "diverged.json", "milestone.json")
+PLAIN = json.loads(render(REPORT))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_of_version_1_reads_and_shows_itself_in_every_form(name: str):
+    plain = json.loads((OLD / name).read_text("utf-8"))
+    assert plain["schema_version"] == 1
+    report = read(OLD / name)
+    assert (report.schema_version, report.verdict, report.summary) == (2, plain["verdict"], plain["summary"])
+    for form in (html, junit, markdown, sarif, terminal):
+        assert form.render(report)
+    assert read(OLD / name) == parse(render(report), "again.json")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_number_of_a_row_of_version_1_is_lost(name: str):
+    plain, report = json.loads((OLD / name).read_text("utf-8")), read(OLD / name)
+    num_rows = 0
+    for old, scenario in zip(plain["scenarios"], report.scenarios, strict=True):
+        for before, row in zip(old["rows"], scenario.rows, strict=True):
+            num_rows += 1
+            members = ("gap", "allowed", "noise", "scale", "sampled_error", "top_gap", "top_noise")
+            members += ("uncached_error", "cached_error", "margin", "verdict", "reason")
+            assert {name: getattr(row, name) for name in members} == {name: before[name] for name in members}
+            is_causality = row.evidence.comparison is Comparison.CAUSALITY
+            assert is_causality == (scenario.name == "causality")
+    assert num_rows
+
+
+def test_a_report_of_version_1_is_a_baseline():
+    before = read(OLD / "pass.json")
+    assert changes(before, before).exit_status == 0
+    broken = dataclasses.replace(before.scenarios[1], verdict=Verdict.DIVERGED)
+    now = dataclasses.replace(before, verdict=Verdict.DIVERGED, scenarios=(before.scenarios[0], broken))
+    assert changes(now, before).exit_status == Verdict.DIVERGED.exit_status
+
+
+def test_a_ledger_without_a_minor_version_reads():
+    text = (OLD / "greedy.jsonl").read_text("utf-8")
+    assert "ledger_minor" not in json.loads(text.splitlines()[0])
+    record = parse_ledger(text, "greedy.jsonl")
+    assert record.damage is None
+    assert record.run.header.ledger_minor == 0
+
+
+def test_a_table_without_a_minor_version_reads():
+    plain = json.loads((OLD / "sweep.json").read_text("utf-8"))
+    assert "schema_minor" not in plain
+    assert len(from_plain(Sweep, plain).groups) == 2
+
+
+NEWER = {**PLAIN, "schema_minor": VERSION.minor + 1, "colour": "red"}
+
+
+def test_what_a_newer_minor_version_added_is_ignored_with_a_note():
+    notes: list[str] = []
+    plain = json.loads(json.dumps(NEWER))
+    plain["scenarios"][0]["rows"][0]["evidence"]["mood"] = [1]
+    report = parse(json.dumps(plain), "a.json", notes.append)
+    assert report.scenarios == REPORT.scenarios
+    (note,) = notes
+    assert note.startswith("a.json: ignored $.scenarios[0].rows[0].evidence.mood, $.colour")
+    assert f"schema version 2.{VERSION.minor + 1}" in note
+
+
+def test_the_same_member_is_refused_where_the_version_does_not_promise_it():
+    with pytest.raises(ReportError, match=r"^a\.json: \$ has unknown member 'colour'$"):
+        parse(json.dumps({**NEWER, "schema_minor": VERSION.minor}), "a.json")
+
+
+@pytest.mark.parametrize("member", ["summary", "scenarios"])
+def test_a_newer_minor_version_may_leave_nothing_out(member: str):
+    plain = {name: value for name, value in NEWER.items() if name != member}
+    with pytest.raises(ReportError, match=f"lacks member '{member}'.*newer kvproof"):
+        parse(json.dumps(plain), "a.json")
+
+
+def test_a_verdict_that_only_a_newer_kvproof_knows_is_refused_by_name():
+    with pytest.raises(ReportError, match=r"\$\.verdict must be one of .*, not 'raised-again': .*newer kvproof"):
+        parse(json.dumps({**NEWER, "verdict": "raised-again"}), "a.json")
+
+
+@pytest.mark.parametrize("minor", [-1, "1", 0.5, None, True])
+def test_a_minor_version_that_is_no_number_is_refused(minor: Any):
+    with pytest.raises(ReportError, match="minor version"):
+        parse(json.dumps({**PLAIN, "schema_minor": minor}), "a.json")
+
+
+def _ledger(**header: Any) -> str:
+    first, *rest = ledger_lines(GREEDY_RUN)
+    return "".join(f"{line}\n" for line in (json.dumps({**json.loads(first), **header}), *rest))
+
+
+def test_a_ledger_of_a_newer_minor_version_is_read_with_a_note():
+    notes: list[str] = []
+    record = parse_ledger(_ledger(ledger_minor=LEDGER_MINOR + 1, colour="red"), "a.jsonl", notes.append)
+    assert record.run.steps == GREEDY_RUN.steps
+    assert notes[0].startswith("a.jsonl line 1: ignored $.colour")
+    with pytest.raises(LedgerError, match="unknown member 'colour'"):
+        parse_ledger(_ledger(colour="red"), "a.jsonl")
+
+
+def test_a_ledger_of_a_newer_version_is_refused_by_name():
+    with pytest.raises(LedgerError, match="ledger version 3, written by a newer kvproof; this one reads 1 to 2"):
+        parse_ledger(_ledger(ledger_version=3), "a.jsonl")
+
+
+def test_upgrades_go_step_by_step():
+    def step(number: int) -> Any:
+        return lambda plain: {**plain, "steps": [*plain["steps"], number]}
+
+    version = Version(what="list", major=3, minor=0, upgrades={1: step(1), 2: step(2)})
+
+    def steps(major: int) -> Any:
+        plain = {"steps": []}
+        for number in range(major, version.major):
+            plain = version.upgrades[number](plain)
+        return plain["steps"]
+
+    assert [steps(major) for major in (1, 2, 3)] == [[1, 2], [2], []]
+    with pytest.raises(CodecError, match="has list version 0; this kvproof reads 1 to 3"):
+        version.check(0, 0)
