@@ -221,6 +221,6 @@ def test_max_tokens_is_a_reason_of_its_own(subject: ReferenceSubject):
 def test_the_thread_count_is_put_back(healthy: Report):
     assert healthy.environment.num_threads == 1
     before = torch.get_num_threads()
-    with milestone_module.one_thread():
+    with milestone_module.use_one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
