@@ -364,11 +364,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 def _parsed(text: bytes, path: Path, conditions: Conditions) -> dict[Job, Group]:
     """Return the groups of whole lines, the newest of each job; raise `UsageError` for another sweep's."""
     first, *rest = text.decode("utf-8", "replace").splitlines()
-    header = _line(Header, first, path, 1)
-    try:
-        VERSION.check(header.schema_version, header.schema_minor)
-    except CodecError as error:
-        raise UsageError(f"{path} {error}; --fresh starts again") from error
+    header = _header(first, path)
     for member in dataclasses.fields(Conditions):
         there, here = getattr(header.conditions, member.name), getattr(conditions, member.name)
         if there != here:
@@ -379,6 +375,19 @@ def _parsed(text: bytes, path: Path, conditions: Conditions) -> dict[Job, Group]
             )
     groups = [_line(Group, line, path, number) for number, line in enumerate(rest, 2)]
     return {group.job: group for group in groups}
+
+
+def _header(text: str, path: Path) -> Header:
+    """Return the header. The version is checked first, because the keys of another version may differ."""
+    plain = None
+    with suppress(CodecError):  # what is not JSON is refused below
+        plain = strict_loads(text)
+    if isinstance(plain, dict) and "schema_version" in plain:
+        try:
+            VERSION.reader(plain)
+        except CodecError as error:
+            raise UsageError(f"{path} {error}; --fresh starts again") from error
+    return _line(Header, text, path, 1)
 
 
 def _line(kind: type[T], text: str, path: Path, number: int) -> T:
