@@ -17,7 +17,7 @@ from kvproof._numerics.taps import Tap
 from kvproof.contract.results import Divergence
 from kvproof.contract.stages import IN_LAYER, SHOWN_BY_ADAPTERS, Site, Stage
 from kvproof.faults import Fault
-from kvproof.faults._plantings import Kept
+from kvproof.faults._plantings import EditOnce
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Scenario, beam_reorder, chunked, fork, interleaved, rollback, token_by_token
@@ -117,7 +117,7 @@ def test_what_a_session_keeps_wrong_is_confirmed_where_it_is_read(subject: Refer
     def change(layers: tuple[dict[str, Tensor], ...], session: Session) -> None:
         layers[1]["k"] = layers[1]["k"] + 0.5
 
-    fault = Fault(name="kept", breaks="keys", first_stage=Stage.CACHE_K, plant=lambda: Kept(1, change))
+    fault = Fault(name="kept", breaks="keys", first_stage=Stage.CACHE_K, plant=lambda: EditOnce(1, change))
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
     assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))
 

@@ -27,7 +27,7 @@ from kvproof.faults import (
     lower_dtype,
     mask_off_by_one,
     missing_append,
-    no_fault,
+    plant,
     position_off_by_one,
     shared_between_requests,
     stale_slot,
@@ -111,7 +111,7 @@ def _walk(subject: ReferenceSubject, name: str, run: Run, fault: Fault | None) -
     first = localise(subject, program, fault=fault).divergence
     runs = LiteralRuns(subject)
     steps: list[LessonStep] = []
-    for rows, trace in traced_calls(subject, program, fault.plant() if fault else no_fault):
+    for rows, trace in traced_calls(subject, program, plant(fault)):
         prefix = rows[0].prefix
         if prefix == ids[: len(prefix)] and len(prefix) == len(steps) + 1:
             steps.append(_step(run, len(steps), trace, runs.over(prefix)))
