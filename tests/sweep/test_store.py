@@ -141,7 +141,7 @@ def test_a_sweep_under_other_conditions_is_refused_and_left_alone(tmp_path: Path
     ("text", "words"),
     [
         ("not JSON\n", "line 1: not JSON"),
-        ('{"kind": "header"}\n', "line 1: $ has unknown member"),
+        ('{"kind": "header"}\n', "line 1: $ has unknown key"),
         ("\n", "line 1: not JSON"),
         ("\x00\x00\n", "line 1: not JSON"),
     ],
@@ -165,11 +165,24 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number(tmp_path: Path):
         swept(tmp_path)
 
 
-def test_a_file_of_a_later_version_is_refused(tmp_path: Path):
-    header = {"schema_version": 99, "conditions": to_plain(CONDITIONS)}
-    (tmp_path / "cells.jsonl").write_text(json.dumps(header) + "\n", "utf-8")
-    with pytest.raises(UsageError, match="sweep version 99"):
+@pytest.mark.parametrize(
+    "other", [{"conditions": to_plain(CONDITIONS)}, {"colour": "red"}], ids=["same", "other"]
+)
+def test_a_file_of_a_later_version_is_refused(tmp_path: Path, other: dict[str, Any]):
+    """Whatever keys that version has: the version is what is wrong."""
+    (tmp_path / "cells.jsonl").write_text(json.dumps({"schema_version": 99, **other}) + "\n", "utf-8")
+    with pytest.raises(UsageError, match=r"schema version 99, written by a newer kvproof; .*--fresh"):
         swept(tmp_path)
+
+
+def test_a_file_without_a_minor_version_is_resumed(tmp_path: Path):
+    swept(tmp_path)
+    file = tmp_path / "cells.jsonl"
+    first, *rest = file.read_text("utf-8").splitlines(keepends=True)
+    header = json.loads(first)
+    del header["schema_minor"]
+    file.write_text(f"{json.dumps(header)}\n{''.join(rest)}", "utf-8")
+    assert swept(tmp_path)[1] == []
 
 
 def test_a_group_that_timed_out_is_run_again_only_with_more_time(tmp_path: Path):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
@@ -97,11 +97,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 def _parse_groups(text: bytes, path: Path, conditions: Conditions) -> dict[Job, Group]:
     """Return the newest group of each job; raise `UsageError` if the lines belong to a different sweep."""
     first, *rest = text.decode("utf-8", "replace").splitlines()
-    header = _parse_line(StoreHeader, first, path, 1)
-    try:
-        VERSION.check(header.schema_version, header.schema_minor)
-    except CodecError as error:
-        raise UsageError(f"{path} {error}; use --fresh to start again") from error
+    header = _parse_header(first, path)
     for member in dataclasses.fields(Conditions):
         stored, current = getattr(header.conditions, member.name), getattr(conditions, member.name)
         if stored != current:
@@ -112,6 +108,19 @@ def _parse_groups(text: bytes, path: Path, conditions: Conditions) -> dict[Job, 
             )
     groups = [_parse_line(Group, line, path, number) for number, line in enumerate(rest, 2)]
     return {group.job: group for group in groups}
+
+
+def _parse_header(text: str, path: Path) -> StoreHeader:
+    """Return the header. The version is checked first, because the keys of another version may differ."""
+    plain = None
+    with suppress(CodecError):  # text that is not JSON is refused below
+        plain = strict_loads(text)
+    if isinstance(plain, dict) and "schema_version" in plain:
+        try:
+            VERSION.reader(plain)
+        except CodecError as error:
+            raise UsageError(f"{path} {error}; use --fresh to start again") from error
+    return _parse_line(StoreHeader, text, path, 1)
 
 
 def _parse_line(kind: type[T], text: str, path: Path, number: int) -> T:

@@ -10,7 +10,7 @@ from kvproof.contract.results import Verdict, worst
 from kvproof.contract.versions import Version
 
 #: The major number rises when a member changes its meaning or goes away, the minor one when a member is added.
-VERSION = Version(what="sweep", major=1, minor=1, upgrades={})
+VERSION = Version(what="schema", major=1, minor=1, upgrades={})
 
 
 class Ending(StrEnum):
