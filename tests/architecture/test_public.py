@@ -93,12 +93,10 @@ def test_every_type_that_a_caller_can_meet_has_a_public_address():
     assert {kind.__name__ for kind in private} == set(INSIDE), private
 
 
-@pytest.mark.parametrize(
-    "name", ["RowResult", "Step", "Sweep", "Localisation", "LineProblem", "Stage", "GateItem"]
-)
+@pytest.mark.parametrize("name", ["RowResult", "Step", "Localisation", "LineProblem", "Stage", "GateItem"])
 def test_the_walk_reaches_parts_of_parts(name: str):
-    assert name in {kind.__name__ for kind in reached()} | {"Sweep"}
-    assert f"kvproof.contract.{name}" in PUBLIC
+    (kind,) = (kind for kind in reached() if kind.__name__ == name)
+    assert PUBLIC[f"kvproof.contract.{name}"] is kind
 
 
 def test_every_exception_has_a_public_address():

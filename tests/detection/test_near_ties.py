@@ -9,9 +9,12 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
+from kvproof._engine.calls import Token
+from kvproof._engine.expert_ties import _clearest, _flips, _Pair
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._numerics.taps import Tap
-from kvproof.contract.results import RowResult, ScenarioResult
+from kvproof._numerics.top_k import Choice
+from kvproof.contract.results import ChoiceFlip, RowResult, ScenarioResult
 from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import Scenario, batch_of, chunked, token_by_token
@@ -265,3 +268,30 @@ def test_blocks_of_keys_are_no_experts(program: Scenario, number: int, block_len
     assert result.reason is None
     assert result.verdict is Verdict.ROUNDING
     assert flipped(result)
+
+
+@pytest.mark.parametrize(("margins", "shown"), [((5e-3, 5.9e-3), 0), ((5.9e-3, 5e-3), 0), ((5e-3, 7e-3), 1)])
+def test_of_flips_as_wide_but_for_rounding_the_earliest_is_shown(margins: tuple[float, ...], shown: int):
+    """The last digit of a score chose which of them a reason named."""
+    flips = [
+        ChoiceFlip(position=TIED, number=number, taken=1, rejected=0, margin=margin, error=1e-3)
+        for number, margin in enumerate(margins)
+    ]
+    assert _clearest(flips) is flips[shown]
+
+
+@pytest.mark.parametrize(
+    ("scores", "rejected", "taken"),
+    [((0.9, 0.9004, 0.3, 0.3004), 0, 2), ((0.9004, 0.9, 0.3004, 0.3), 0, 2), ((0.9, 0.95, 0.3, 0.25), 1, 3)],
+)
+def test_of_experts_as_far_apart_but_for_rounding_the_lowest_are_named(
+    scores: tuple[float, ...], rejected: int, taken: int
+):
+    chosen = torch.tensor([[1, 0]])
+    other = Choice(scores=torch.tensor([scores]), taken=chosen, own=chosen, error=1e-3)
+    token = Token(prefix=IDS, batch_row=0, offset=0, is_last=True)
+    (found,) = _flips(_Pair(token, 0, slice(0, 1), other, slice(0, 1)), torch.tensor([[3, 2]]))
+    assert (found.flip.rejected, found.flip.taken) == (rejected, taken)
+    assert found.flip.margin == pytest.approx(max(scores) - min(scores), abs=1e-6), (
+        "the verdict hangs on the largest"
+    )

@@ -12,7 +12,7 @@ from kvproof._numerics.taps import Recorder, Tap
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import OVER_SLOTS, Site, Stage
 from kvproof.errors import AbilityError
-from kvproof.faults import Fault
+from kvproof.faults import Fault, Planting
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked, interleaved, rollback, token_by_token
 
@@ -117,7 +117,10 @@ def test_a_prefix_consumed_twice_does_not_end_the_search_early(subject: Referenc
         return value + 0.5 if site == Site(Stage.NEW_Q, 1) and sum(calls) == 2 else value
 
     fault = Fault(
-        name="second", breaks="the call after the crop", first_stage=Stage.NEW_Q, plant=lambda: lambda: tap
+        name="second",
+        breaks="the call after the crop",
+        first_stage=Stage.NEW_Q,
+        plant=lambda: Planting(lambda: tap),
     )
     found = localise(subject, scenario, fault=fault, until=tuple(sequence[:2])).divergence
     assert found is not None
@@ -150,3 +153,72 @@ def test_what_one_call_recorded_is_not_taken_for_the_next_ones(subject: Referenc
     subject.rows((1, 2), tap=recorder)
     assert Site(Stage.LOGITS) in recorder.take()
     assert recorder.values == {}
+
+
+def _adding(site: Site, sizes: dict[tuple[int, int, int], float], call: int) -> Fault:
+    """A fault that adds to a value, at (head, slot, entry) or (head, entry or slot, 0), in one call."""
+
+    def plant() -> Tap:
+        calls: list[int] = []
+
+        def tap(at: Site, value: Tensor) -> Tensor:
+            if at != site:
+                return value
+            calls.append(1)
+            if len(calls) != call + 1:
+                return value
+            value = value.clone()
+            for (head, slot, entry), size in sizes.items():
+                place = (head, slot, entry) if site.stage in OVER_SLOTS else (head, 0, slot)
+                value[0][place] += size
+            return value
+
+        return tap
+
+    return Fault(name="adding", breaks=str(site), first_stage=site.stage, plant=lambda: plant)
+
+
+ALIKE = {
+    "two slots": (Stage.CACHE_K, (1, 0, 1), (0, 2, 0), (1, 0)),
+    "two heads": (Stage.CACHE_V, (0, 1, 1), (1, 1, 0), (0, 1)),
+    "two entries": (Stage.CACHE_K, (1, 2, 0), (1, 2, 1), (1, 2)),
+    "two slots of weights": (Stage.ATTN_WEIGHTS, (1, 0, 0), (0, 1, 0), (1, 0)),
+    "two heads' weights": (Stage.ATTN_WEIGHTS, (0, 1, 0), (1, 1, 0), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("later_is_larger", [False, True])
+@pytest.mark.parametrize(("stage", "first", "second", "named"), ALIKE.values(), ids=ALIKE)
+def test_of_equal_differences_the_earliest_slot_is_named_then_the_earliest_head(
+    subject: ReferenceSubject,
+    stage: Stage,
+    first: tuple[int, int, int],
+    second: tuple[int, int, int],
+    named: tuple[int, int],
+    later_is_larger: bool,
+):
+    """Equal by algebra and not in the last digit, which one processor rounds up and another down."""
+    sizes = {first: 0.5, second: 0.5}
+    sizes[second if later_is_larger else first] += 2.0**-49
+    fault = _adding(Site(stage, 0), sizes, call=2)
+    divergence = localise(subject, token_by_token(SEQUENCES[0]), fault=fault).divergence
+    assert divergence is not None
+    assert (divergence.stage, divergence.head, divergence.slot) == (stage, *named)
+
+
+@pytest.mark.parametrize(("stage", "first", "second"), [(s, a, b) for s, a, b, _ in list(ALIKE.values())[1:]])
+def test_of_different_differences_the_larger_is_named(
+    subject: ReferenceSubject, stage: Stage, first: tuple[int, int, int], second: tuple[int, int, int]
+):
+    fault = _adding(Site(stage, 0), {first: 0.5, second: 0.5 + 1e-6}, call=2)
+    divergence = localise(subject, token_by_token(SEQUENCES[0]), fault=fault).divergence
+    assert divergence is not None
+    assert (divergence.head, divergence.slot) == second[:2]
+    assert abs(divergence.actual - divergence.expected) == pytest.approx(0.5 + 1e-6, rel=1e-9)
+
+
+def test_of_wrong_slots_the_earliest_is_named_though_a_later_one_is_further_off(subject: ReferenceSubject):
+    fault = _adding(Site(Stage.CACHE_K, 0), {(1, 1, 0): 0.25, (0, 2, 0): 0.5}, call=2)
+    divergence = localise(subject, token_by_token(SEQUENCES[0]), fault=fault).divergence
+    assert divergence is not None
+    assert (divergence.head, divergence.slot, divergence.gap) == (1, 1, pytest.approx(0.25))

@@ -22,7 +22,7 @@ from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
 from kvproof._engine.verdict_rules import judge
 from kvproof._numerics.gaps import gap_between, largest
-from kvproof._system.forked import in_processes
+from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
@@ -91,7 +91,7 @@ class Certifier:
 
         names = [f"smallest change seen in {rung.subject.info.dtype}" for rung in rungs]
         names += [f"fault {fault.name}" for fault, _ in chosen]
-        parts = in_processes(part, len(names), jobs)
+        parts = map_in_processes(part, len(names), jobs)
         mutants: list[Mutant] = []
         changes: list[SmallestChange] = []
         clean = 0.0

@@ -25,6 +25,7 @@ from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import explains_error, is_near_tie, may_come_from_choices
+from kvproof._numerics.gaps import first_of_largest
 from kvproof._numerics.top_k import Choice, Choices
 from kvproof.contract.results import ChoiceFlip, RowResult
 from kvproof.faults import Fault, plant
@@ -64,9 +65,14 @@ def rejudge_expert_ties(
 
 
 def _clearest(flips: Sequence[ChoiceFlip]) -> ChoiceFlip | None:
-    """Return the first choice that no rounding decides, else the one whose scores differ most."""
+    """Return the first choice that no rounding decides, else the one whose scores differ most.
+
+    Of those that differ as much, but for what rounding moves the scores by, it is the earliest.
+    """
     wide = next((flip for flip in flips if not is_near_tie(flip)), None)
-    return wide or max(flips, key=lambda flip: flip.margin, default=None)
+    if wide is not None or not flips:
+        return wide
+    return flips[first_of_largest([flip.margin for flip in flips], max(flip.error for flip in flips))]
 
 
 def _is_doubtful(uncached: Uncached, row: RowResult) -> bool:
@@ -157,17 +163,17 @@ def _flips(pair: _Pair, own: Tensor) -> Iterator[_FlipAt]:
     for scores, uncached, cached in zip(
         choice.scores[part].tolist(), choice.taken[part].tolist(), own.tolist(), strict=True
     ):
-        swaps = itertools.product(set(uncached) - set(cached), set(cached) - set(uncached))
-        margin, rejected, taken = max(
-            ((abs(scores[a] - scores[b]), a, b) for a, b in swaps), default=(0.0, None, None)
-        )
-        if rejected is not None and taken is not None:
+        rejects, takes = sorted(set(uncached) - set(cached)), sorted(set(cached) - set(uncached))
+        swaps = list(itertools.product(rejects, takes))
+        if swaps:
+            margins = [abs(scores[rejected] - scores[taken]) for rejected, taken in swaps]
+            rejected, taken = swaps[first_of_largest(margins, choice.error)]
             flip = ChoiceFlip(
                 position=len(pair.token.prefix) - 1,
                 number=pair.number,
                 taken=taken,
                 rejected=rejected,
-                margin=margin,
+                margin=max(margins),
                 error=choice.error,
             )
             yield _FlipAt(prefix=pair.token.prefix, flip=flip)

@@ -290,7 +290,9 @@ def compared(
 def _beyond(comparison: Comparison, limit: float) -> _Mismatch | None:
     if is_within(comparison.expected, comparison.actual, limit):  # of thousands of values nearly all are
         return None
-    gap = gap_between(comparison.expected, comparison.actual)
+    # Of weights, which have heads before slots, the earliest slot is named, as in a cache.
+    slots = 1 if comparison.site.stage is Stage.ATTN_WEIGHTS else 0
+    gap = gap_between(comparison.expected, comparison.actual, first_axis=slots)
     if gap.size <= limit:
         return None
     if comparison.site.stage in OVER_SLOTS:
