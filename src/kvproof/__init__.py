@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvproof._engine.audit import audit as audit
     from kvproof._engine.localise import localise as localise
     from kvproof._generation.replay import replay as replay
+    from kvproof._generation.requests import Request as Request
     from kvproof._generation.requests import generate as generate
     from kvproof._reference_system.milestone import cache_memory as cache_memory
     from kvproof._reference_system.milestone import milestone as milestone
@@ -41,6 +42,7 @@ _HOME = {
     "ModuleSubject": "kvproof.subjects",
     "ReferenceSubject": "kvproof.subjects",
     "Report": "kvproof.contract.report",
+    "Request": "kvproof._generation.requests",
     "Run": "kvproof.contract.ledger",
     "Sample": "kvproof.policies",
     "Session": "kvproof.subjects",

@@ -23,6 +23,7 @@ PUBLIC = [
     "ModuleSubject",
     "ReferenceSubject",
     "Report",
+    "Request",
     "Run",
     "Sample",
     "Session",

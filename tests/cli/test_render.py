@@ -251,7 +251,7 @@ def test_a_certificate_that_sees_nothing_any_more_got_worse():
 @pytest.mark.parametrize("change", [{"name": "another"}, {"dtype": "bfloat16"}])
 def test_a_baseline_of_something_else_is_refused(change: dict[str, Any]):
     other = dataclasses.replace(REPORT, subject=dataclasses.replace(REPORT.subject, **change))
-    with pytest.raises(ReportError, match="the baseline is of another"):
+    with pytest.raises(ReportError, match="the baseline has another"):
         changes(REPORT, other)
 
 

@@ -113,7 +113,7 @@ def _parse_groups(text: bytes, path: Path, conditions: Conditions) -> dict[Job, 
 def _parse_header(text: str, path: Path) -> StoreHeader:
     """Return the header. The version is checked first, because the keys of another version may differ."""
     plain = None
-    with suppress(CodecError):  # text that is not JSON is refused below
+    with suppress(CodecError):  # `_parse_line` refuses what is not JSON
         plain = strict_loads(text)
     if isinstance(plain, dict) and "schema_version" in plain:
         try:

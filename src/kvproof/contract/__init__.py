@@ -1,4 +1,8 @@
-"""The contract: reports, ledgers and tables as frozen data. Standard library only."""
+"""The data that kvproof returns and saves: reports, ledgers and sweep tables.
+
+All of it is frozen, holds no tensors, and is converted to JSON and back without loss. These types need only the
+standard library.
+"""
 
 from kvproof.contract.environment import Environment
 from kvproof.contract.ledger import (
@@ -14,7 +18,15 @@ from kvproof.contract.ledger import (
     Step,
     StopReason,
 )
-from kvproof.contract.milestone import Milestone
+from kvproof.contract.milestone import (
+    CacheMemory,
+    CacheTraceRow,
+    CheckpointInfo,
+    GateItem,
+    Milestone,
+    Refusal,
+    RunPair,
+)
 from kvproof.contract.report import AuditRequest, Report
 from kvproof.contract.results import (
     Certificate,
@@ -22,11 +34,13 @@ from kvproof.contract.results import (
     ChoiceFlip,
     Comparison,
     Constant,
+    ConsumedToken,
     Divergence,
     Evidence,
     ExactEvidence,
     FaultResult,
     FourWays,
+    KeptSlot,
     Localisation,
     Mutant,
     NotPlanted,
@@ -35,29 +49,41 @@ from kvproof.contract.results import (
     ScenarioResult,
     SmallestChange,
     Spread,
+    SpreadSite,
     SubjectInfo,
     Tolerance,
     Verdict,
 )
 from kvproof.contract.stages import Site, Stage
-from kvproof.contract.sweep_table import Sweep
+from kvproof.contract.sweep_table import Cell, Conditions, Ending, Group, Job, Sweep
 
 __all__ = [
     "AuditRequest",
+    "CacheMemory",
+    "CacheTraceRow",
+    "Cell",
     "Certificate",
+    "CheckpointInfo",
     "ChoiceEvidence",
     "ChoiceFlip",
     "Comparison",
+    "Conditions",
     "Constant",
+    "ConsumedToken",
     "Divergence",
     "End",
+    "Ending",
     "Entry",
     "Environment",
     "Evidence",
     "ExactEvidence",
     "FaultResult",
     "FourWays",
+    "GateItem",
+    "Group",
     "Header",
+    "Job",
+    "KeptSlot",
     "LedgerFile",
     "LineProblem",
     "Localisation",
@@ -66,15 +92,18 @@ __all__ = [
     "Mutant",
     "NotPlanted",
     "Outcome",
+    "Refusal",
     "ReplayResult",
     "Report",
     "RowResult",
     "Run",
+    "RunPair",
     "ScenarioResult",
     "Site",
     "SmallestChange",
     "Source",
     "Spread",
+    "SpreadSite",
     "Stage",
     "Step",
     "StopReason",

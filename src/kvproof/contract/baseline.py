@@ -1,4 +1,4 @@
-"""A report held against an earlier one: what got worse, and what got better."""
+"""Compares a report with an earlier one: what got worse, and what got better."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ _ORDER = list(Verdict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Scenarios whose verdict changed, each in words, and the exit status of what got worse."""
+    """The scenarios whose verdict changed, in words, and the exit status that follows."""
 
     worse: tuple[str, ...]
     better: tuple[str, ...]
     exit_status: int
 
     def sentences(self) -> tuple[str, ...]:
-        """Return each change in a line, and how it stands against the baseline as a whole."""
+        """Return one line for each change, and a summary."""
         verdict = "got worse than the baseline" if self.worse else "nothing got worse than the baseline"
         num = len(self.worse)
         head = f"{num} scenario{'' if num == 1 else 's'} {verdict}" if num else verdict
@@ -30,17 +30,17 @@ class Changes:
 
 
 def changes(report: Report, baseline: Report) -> Changes:
-    """Hold every scenario's verdict against the baseline's; one that it does not have stands against a pass.
+    """Compare the verdict of every scenario with the baseline's, or with a pass if the baseline lacks it.
 
-    What was checked and is not any more got worse, with the status of a required scenario that was not checked.
-    Advice is no part of it. Raises `ReportError` where the two are not of one subject and dtype.
+    A scenario that is no longer checked got worse; it has the status of a required scenario that was not checked.
+    Advice does not count. Raises `ReportError` if subject or dtype differ.
     """
     for what, own, other in (
         ("subject", report.subject.name, baseline.subject.name),
         ("dtype", report.subject.dtype, baseline.subject.dtype),
     ):
         if own != other:
-            raise ReportError(f"the baseline is of another {what}: {other}, and this audit of {own}")
+            raise ReportError(f"the baseline has another {what}: {other}, but this audit has {own}")
     before, after = _verdicts(baseline.scenarios), _verdicts(report.scenarios)
     for verdicts, of in ((before, baseline), (after, report)):
         if of.certificate is not None:

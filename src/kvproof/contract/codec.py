@@ -1,9 +1,9 @@
-"""Frozen dataclasses to plain JSON values and back, without losing a bit or inventing one.
+"""Converts frozen dataclasses to plain JSON values and back without loss.
 
 JSON has no NaN and no infinity, so non-finite numbers are written as the strings ``"nan"``, ``"inf"`` and
-``"-inf"``. Reading is strict: a missing, unknown or wrongly typed member is named with its path. Contracts grow:
-a member that was `added_in` a later minor version may be missing, and a reader that knows the file to be of a
-newer minor version than its own may collect unknown members instead of refusing them.
+``"-inf"``. Reading is strict: an error names the path of a missing, unknown or wrongly typed key. But formats
+grow: a member that was `added_in` a later minor version may be missing, and unknown keys of a newer file can be
+collected instead of refused.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class CodecError(ValueError):
-    """A plain value does not have the shape of the type that was asked for."""
+    """A plain value does not have the shape of the expected type."""
 
 
 def added_in(minor: int, default: Any) -> Any:
-    """Declare a dataclass member that came with a minor version: older files lack it and get ``default``."""
+    """Declare a member that a minor version added: in older files it is missing and takes the ``default``."""
     return dataclasses.field(default=default, metadata={"added_in": minor})
 
 
@@ -45,9 +45,9 @@ def to_plain(value: Any) -> Any:
 
 
 def strict_loads(text: str) -> Any:
-    """Return what JSON text holds; raise `CodecError` for what only lenient readers take.
+    """Return the value of a JSON text; raise `CodecError` for what only lenient parsers accept.
 
-    That is NaN and infinities as numbers, duplicate keys, and depths or lengths beyond reason.
+    Those are NaN and infinity as numbers, duplicate keys, and excessive nesting or length.
     """
     try:
         return json.loads(
@@ -81,15 +81,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def from_plain(kind: type[T], plain: Any, path: str = "$", *, unknown: list[str] | None = None) -> T:
     """Return the ``kind`` that ``plain`` describes; raise `CodecError` naming the path of what does not fit.
 
-    Members that ``kind`` does not know are refused; where ``unknown`` is a list, their paths are added to it
-    instead.
+    Unknown keys are refused, or, if ``unknown`` is a list, ignored after their paths are appended to it.
     """
     result: T = _Reader(unknown).read(kind, plain, path)
     return result
 
 
 class _Reader:
-    """Reads plain values as the types that they should have."""
+    """Reads plain values as the types that are expected."""
 
     def __init__(self, unknown: list[str] | None) -> None:
         self.unknown = unknown
@@ -120,7 +119,7 @@ class _Reader:
         return tuple(self.read(kind, value, f"{path}[{i}]") for i, (kind, value) in pairs)
 
     def _union(self, kinds: tuple[Any, ...], plain: Any, path: str) -> Any:
-        """Try each member of the union: they differ in JSON type or in the literal of their ``kind``."""
+        """Try each type of the union: they differ in JSON type or in their literal ``kind``."""
         problems = []
         for kind in kinds:
             num_unknown = len(self.unknown or ())
@@ -148,7 +147,7 @@ class _Reader:
             self.unknown += (f"{path}.{name}" for name in unknown)
         try:
             return kind(**members)
-        except UsageError as error:  # a value that the type itself refuses
+        except UsageError as error:  # the type itself refuses the value
             raise CodecError(f"{path}: {error}") from error
 
 

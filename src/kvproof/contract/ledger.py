@@ -1,7 +1,7 @@
 """The ledger: the replayable record of one generation, as frozen data and as JSON lines.
 
-A file holds one header, one line a step, and one end. Each step can be re-run from its own line: it holds
-the generator's state before the draw, and every consumed token stands in the lines before it.
+A file has a header line, one line for each step, and an end line. Each step can be repeated from its own line,
+which holds the generator's state before the draw, and the lines before it, which hold every consumed token.
 """
 
 import json
@@ -18,7 +18,7 @@ from kvproof.policies import Policy, Stops
 
 T = TypeVar("T")
 
-#: The major number rises when a member changes its meaning or goes away, the minor one when a member is added.
+#: The major number rises when a member changes its meaning or is removed, the minor one when a member is added.
 LEDGER_VERSION, LEDGER_MINOR = 2, 1
 
 
@@ -27,18 +27,18 @@ class StopReason(StrEnum):
 
     EOS = "eos"  #: the declared end token was returned
     STOP_TOKEN = "stop_token"  #: another declared token was returned
-    STOP_TEXT = "stop_text"  #: the text of the returned tokens holds a declared text
-    CONTEXT = "context"  #: the last position is consumed; what it returned cannot be fed back
-    MAX_TOKENS = "max_tokens"  #: as many tokens as asked for were returned
-    INTERRUPTED = "interrupted"  #: Ctrl-C: no rule ended it, and any step may be its last
+    STOP_TEXT = "stop_text"  #: the text of the returned tokens contains a declared text
+    CONTEXT = "context"  #: the last position was consumed, so its token cannot be fed back
+    MAX_TOKENS = "max_tokens"  #: the requested number of tokens was returned
+    INTERRUPTED = "interrupted"  #: Ctrl-C: no stop rule applied
 
 
 class MarginVerdict(StrEnum):
     """Whether rounding could have changed the choice of the most likely token at this step."""
 
     SAFE = "safe"  #: the margin exceeds twice the measured error: no rounding can flip it
-    EXPLAINED_FLIP = "explained flip"  #: the margin lies within it: rounding flips, or may flip, the choice
-    UNEXPLAINED_FLIP = "unexplained flip"  #: the paths choose differently beyond it: a bug
+    EXPLAINED_FLIP = "explained flip"  #: the margin is within it: rounding flips, or may flip, the choice
+    UNEXPLAINED_FLIP = "unexplained flip"  #: the margin exceeds it, and yet the paths choose differently: a bug
     TIE = "tie"  #: the two largest logits are equal; the tie rule decides
 
 
@@ -53,64 +53,64 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the model was loaded from, so that it can be had again."""
+    """Where the model was loaded from, so that it can be loaded again."""
 
     target: str | None
-    config: str | None  #: instead of a target: the file of a random model's configuration
-    attention: Literal["eager", "sdpa"]  #: others can name code that the library fetches
+    config: str | None  #: configuration file of a random model, if there is no target
+    attention: Literal["eager", "sdpa"]  #: other names can make the library download code
     device: str
     trust_remote_code: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a generation started from."""
+    """The inputs of a generation."""
 
     kind: Literal["header"] = "header"
     ledger_version: int
     ledger_minor: int = added_in(1, default=0)
     subject: str
     subject_digest: str
-    subject_seed: int | None  #: the seed that recreates the subject, where there is one
-    source: Source | None  #: None for a subject that was not loaded by kvproof
+    subject_seed: int | None  #: the seed that recreates the subject, if there is one
+    source: Source | None  #: None if kvproof did not load the subject
     tokenizer_digest: str | None  #: None without a tokenizer
-    transformers: str | None  #: the library's version, where it ran
+    transformers: str | None  #: the library's version, if it was used
     dtype: str
-    path: Literal["cached", "uncached"]  #: whose rows tokens were chosen from
-    margins: bool  #: whether every row was computed both ways, so that its error is known
-    full_logits: bool  #: whether all rows stand in a file beside this one
+    path: Literal["cached", "uncached"]  #: the path whose logits chose the tokens
+    margins: bool  #: whether every row was computed on both paths, so that its error is known
+    full_logits: bool  #: whether a file beside this one holds all rows
     environment: Environment
     policy: Policy
     stops: Stops
     prompt: tuple[int, ...]
     prompt_tokens: str
-    prompt_text: str | None  #: what was encoded, where it was a text
+    prompt_text: str | None  #: the text that was encoded, if the prompt was a text
     chat: bool  #: whether the text went through the tokenizer's chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One returned token and everything it follows from."""
+    """One returned token, and everything that determines it."""
 
     kind: Literal["step"] = "step"
     step: int
     consumed: tuple[int, ...]  #: the ids fed in this step: the prompt at step 0, then one
     consumed_tokens: str
-    position: int  #: absolute position of the last of them
-    cache_len: int  #: tokens whose keys and values the cache holds after the call
+    position: int  #: absolute position of the last consumed token
+    cache_len: int  #: number of tokens in the cache after the call
     logits_digest: str  #: SHA-256 of the row's bytes
-    top_logits: tuple[Entry, ...]  #: the largest logits of the original row, largest first
-    probabilities: tuple[Entry, ...]  #: the most likely that the policy kept, and the chosen; in its own order
-    num_kept: int  #: how many it kept
-    probabilities_digest: str | None  #: SHA-256 of all kept ids and probabilities; None in version 1
-    draw: int | None  #: index into what was kept, for a policy that draws
+    top_logits: tuple[Entry, ...]  #: the largest logits before any transformation, largest first
+    probabilities: tuple[Entry, ...]  #: the most likely candidates and the chosen one, in the policy's order
+    num_kept: int  #: number of candidates that the policy kept
+    probabilities_digest: str | None  #: SHA-256 of all candidates and their probabilities; None in version 1
+    draw: int | None  #: index of the drawn candidate; None for a policy that draws nothing
     chosen: int
     chosen_token: str
     generator_before: str | None  #: base64; None for a policy that draws nothing
     generator_after: str | None
     margin: float  #: largest minus second largest logit
-    error: float | None  #: gap between the cached and the uncached row; None where one alone was computed
-    margin_verdict: MarginVerdict | None  #: None likewise
+    error: float | None  #: gap between the cached and the uncached row; None if only one was computed
+    margin_verdict: MarginVerdict | None  #: None if ``error`` is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +119,14 @@ class End:
 
     kind: Literal["end"] = "end"
     stop_reason: StopReason | None
-    problem: str | None  #: the refusal that ended a request which no stop rule did
-    tokens: str  #: the whole trace, the prompt included
-    text: str | None  #: of the returned tokens, up to the end token or stop text; None without a tokenizer
+    problem: str | None  #: the error that ended the request, if no stop rule did
+    tokens: str  #: all tokens, including the prompt
+    text: str | None  #: the returned tokens up to the end token or stop text; None without a tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One whole generation. ``end`` is None where the record was cut off."""
+    """A complete generation. ``end`` is None if the record is cut off."""
 
     header: Header
     steps: tuple[Step, ...]
@@ -140,7 +140,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFile:
-    """A ledger as it was read; ``damage`` tells what is wrong with its tail."""
+    """A ledger that was read from a file; ``damage`` says what is wrong with its end."""
 
     run: Run
     damage: str | None
@@ -148,9 +148,9 @@ class LedgerFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineProblem:
-    """What a line records, and what follows from the lines before it and the model."""
+    """A line that does not follow from the lines before it and the model."""
 
-    line: int  #: counts from 1, as an editor does; the header is line 1
+    line: int  #: counts from 1; the header is line 1
     member: str
     recorded: str
     derived: str
@@ -161,13 +161,13 @@ class LineProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Whether a record holds. ``bit_identical`` tells whether every logits row came out to the last bit."""
+    """Whether a record can be reproduced. ``bit_identical``: every row of logits is equal to the last bit."""
 
     num_lines: int
     problem: LineProblem | None
     bit_identical: bool
     same_environment: bool
-    elsewhere: tuple[str, ...]  #: what the record was made with that is not so here, in words
+    elsewhere: tuple[str, ...]  #: how the machine and versions of the record differ from these, in words
 
 
 def ledger_lines(run: Run) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""The lesson's numbers, as frozen data: the reference decoder walked token by token, healthy and broken.
+"""The numbers of the lesson as frozen data: the reference decoder, token by token, with and without faults.
 
-Layers, positions, heads and slots count from 0. Nothing here is a tensor: a value is its shape and its numbers in
-row order, with axes as the stage has them for one token and without batch.
+Layers, positions, heads and slots count from 0. There are no tensors: a value is a shape and numbers in
+row-major order, with the axes of its stage for one token and without the batch axis.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvproof.contract.stages import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """One value: its shape, and its numbers in row order."""
+    """One value: a shape, and numbers in row-major order."""
 
     shape: tuple[int, ...]
     values: tuple[float, ...]
@@ -26,12 +26,12 @@ class LessonValue:
     stage: Stage
     layer: int | None
     cached: Numbers
-    uncached: Numbers | None  #: the uncached path's, where it differs in the digits that are shown
+    uncached: Numbers | None  #: None if it does not differ in the digits shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One token that a policy may choose, with its probability."""
+    """A token that the policy may choose, and its probability."""
 
     token: str
     p: float
@@ -39,22 +39,22 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LessonStep:
-    """One consumed token: every value on the way, and what was chosen from the logits."""
+    """One consumed token: every intermediate value, and the token chosen from the logits."""
 
     token: str
     position: int
     values: tuple[LessonValue, ...]  #: in causal order
     gap: float  #: of the row of logits
-    same_choice: bool  #: the most likely token is the uncached row's
+    same_choice: bool  #: whether both paths have the same most likely token
     kept: tuple[Kept, ...]
-    draw: int | None  #: index into ``kept``, for a policy that draws
+    draw: int | None  #: index into ``kept``; None for a policy that draws nothing
     chosen: str
-    stop: str | None  #: why the request ends here, where it does
+    stop: str | None  #: why the request ends here, if it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """One run with one fault, or none; the tokens that are consumed are the healthy run's."""
+    """One run, with a fault or without; it consumes the tokens of the run without a fault."""
 
     run: str
     policy: str
@@ -74,7 +74,7 @@ class Lesson:
     num_parameters: int
     vocabulary: tuple[str, ...]
     context_len: int
-    allowed: float  #: the largest gap of a row that counts as a match
+    allowed: float  #: the largest gap of a row that is a match
     token_table: Numbers  #: (vocab, width), also the readout
     position_table: Numbers  #: (context, width)
     walks: tuple[Walk, ...]

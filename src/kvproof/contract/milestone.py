@@ -1,17 +1,17 @@
-"""The reference system's own part of the report."""
+"""The part of a report that only the reference system has."""
 
 from dataclasses import dataclass
 
 from kvproof.contract.ledger import Run
 from kvproof.contract.results import Divergence
 
-#: The parts of the milestone that can be switched off, each of which must make its gate fail.
+#: The parts of the milestone that can be switched off. Without any one of them, the gate must fail.
 SWITCHES = ("wrong-position", "wrong-layer", "shape-assertions", "seed", "eos-stop", "context-stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """The reference system's frozen weights and what they reached."""
+    """The frozen weights of the reference system, and how well they are trained."""
 
     source: str  #: "trained" or the file's name
     seed: int
@@ -21,12 +21,12 @@ class CheckpointInfo:
     largest_probability_error: float
     digest_before: str
     digest_after: str
-    tie: str  #: how the corpus's ties fell
+    tie: str  #: how ties in the corpus were decided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTraceRow:
-    """One layer's cache after one consumed token; shapes are (batch, head, slot, head_dim)."""
+    """The cache of one layer after one consumed token; shapes are (batch, head, slot, head_dim)."""
 
     tokens: str
     position: int
@@ -34,13 +34,13 @@ class CacheTraceRow:
     k_shape: tuple[int, ...]
     v_shape: tuple[int, ...]
     expected_shape: tuple[int, ...]
-    asserted: bool  #: whether the shapes were held against the expected one
+    asserted: bool  #: whether the shapes were compared with the expected one
     holds: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMemory:
-    """Bytes of K and V together, from elements × item size; ``measured`` is what the tensors hold."""
+    """Bytes of K and V together, from elements × item size; ``measured_bytes`` is the size of the tensors."""
 
     bytes_per_element: int
     bytes_per_token_and_layer: int
@@ -54,7 +54,7 @@ class CacheMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A call that breaks the cache's contract, and how it was refused."""
+    """A call that breaks the contract of the cache, and the response."""
 
     attempt: str
     message: str
@@ -73,22 +73,22 @@ class GateItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPair:
-    """One policy run cached and uncached, and whether the record reproduces the run."""
+    """A generation on both paths with one policy, and whether its record reproduces it."""
 
     name: str
     cached: Run
     uncached: Run
-    equal: bool  #: the two token traces and stop reasons
-    difference: Divergence | None  #: where the two part, and whether logits or policy parted them
-    reproduced: bool  #: replayed from its record, line by line, through both paths
+    equal: bool  #: whether tokens and stop reasons are equal
+    difference: Divergence | None  #: the first difference, and whether the logits or the policy caused it
+    reproduced: bool  #: whether every line of the record replays on both paths
     problem: str | None
-    expected_trace: str | None  #: the checked trace, where there is one
+    expected_trace: str | None  #: the tokens that are required, if any
     expected_stop: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Milestone:
-    """The reference system's own part of the report."""
+    """The part of a report that only the reference system has."""
 
     checkpoint: CheckpointInfo
     vocabulary: tuple[str, ...]
@@ -96,7 +96,7 @@ class Milestone:
     switched_off: tuple[str, ...]
     cache_trace: tuple[CacheTraceRow, ...]
     memory: CacheMemory
-    requests_isolated: bool  #: two interleaved requests give bit-identical rows to each alone
+    requests_isolated: bool  #: two interleaved requests give the same bits as each one alone
     refusals: tuple[Refusal, ...]
     runs: tuple[RunPair, ...]
     gate: tuple[GateItem, ...]
@@ -104,5 +104,5 @@ class Milestone:
 
     @property
     def passed(self) -> bool:
-        """Whether every line of the gate holds."""
+        """Whether every line of the gate passed."""
         return all(item.passed for item in self.gate)

@@ -1,4 +1,4 @@
-"""What an audit found of rows, values, faults and scenarios, as frozen data that JSON holds without loss.
+"""The results of an audit as frozen data: rows, values, faults and scenarios. JSON holds it without loss.
 
 Nothing here is a tensor. Layers, positions, heads, slots and batch rows count from 0. Gaps, scales, noise and
 errors are absolute differences of logits.
@@ -13,13 +13,13 @@ from kvproof.scenarios import Ability
 
 
 class Verdict(StrEnum):
-    """What the evidence says. Members stand from harmless to worst; joined, the worst wins."""
+    """What the evidence says. Members are ordered from harmless to worst; the worst one decides for a group."""
 
-    NOT_CHECKED = "not-checked"  #: the subject lacks the ability; never counts as a pass
-    MATCH = "match"  #: the gap lies within what the declared dtype allows
-    ROUNDING = "rounding"  #: outside it, but shown to be regrouping noise
-    VACUOUS = "vacuous"  #: the audit could not be shown able to fail
-    INCONCLUSIVE = "inconclusive"  #: it ran, and the evidence cannot tell
+    NOT_CHECKED = "not-checked"  #: the subject lacks the ability that this needs; not a pass
+    MATCH = "match"  #: the gap is within what the declared dtype allows
+    ROUNDING = "rounding"  #: the gap is larger, but was shown to be rounding
+    VACUOUS = "vacuous"  #: nothing showed that this audit could have failed
+    INCONCLUSIVE = "inconclusive"  #: it ran, but the evidence does not decide
     DIVERGED = "diverged"  #: a bug
 
     @property
@@ -29,12 +29,12 @@ class Verdict(StrEnum):
 
     @property
     def passes(self) -> bool:
-        """Whether the cached path was shown to compute what the uncached one does."""
+        """Whether the audit showed that the cached path computes what the uncached one does."""
         return self in (Verdict.MATCH, Verdict.ROUNDING)
 
 
 def worst(verdicts: "list[Verdict]") -> Verdict:
-    """Join verdicts: the worst wins, and of none at all nothing was checked."""
+    """Return the worst of the verdicts, or `Verdict.NOT_CHECKED` if there are none."""
     order = list(Verdict)
     return max(verdicts, key=order.index, default=Verdict.NOT_CHECKED)
 
@@ -55,7 +55,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A number that decides an outcome, with where it comes from."""
+    """A number that decides an outcome, and its origin."""
 
     name: str
     value: float
@@ -64,7 +64,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectInfo:
-    """What is under audit."""
+    """The decoder that was audited."""
 
     name: str
     digest: str  #: SHA-256 of the weights
@@ -77,60 +77,62 @@ class SubjectInfo:
 
 
 class Comparison(StrEnum):
-    """Which two computations of a row stand against each other."""
+    """Which two computations of a row are compared."""
 
     CACHED = "cached"  #: the cached path against the uncached one
-    CAUSALITY = "causality"  #: two uncached ways: the prefix alone, and within a longer sequence
+    CAUSALITY = "causality"  #: two uncached computations: the prefix alone, and within a longer sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactEvidence:
-    """The same row at the top rung, float64, and how far the declared dtype is from it."""
+    """The same row in float64, and how far the declared dtype is from it."""
 
     gap: float
-    noise: float  #: gap between two uncached ways, running maximum over positions
+    noise: float  #: gap between two uncached computations, running maximum over positions
     scale: float  #: the expected row's largest absolute logit
     uncached_error: float  #: declared uncached row against the float64 row, running maximum
-    cached_error: float | None  #: declared cached row against the float64 row; None between two uncached ways
+    cached_error: (
+        float | None
+    )  #: declared cached row against the float64 row; None between two uncached computations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceFlip:
-    """A choice of experts that the cached path makes otherwise, though all before it were made alike."""
+    """A choice of experts on which the two paths differ, although they agree on every earlier one."""
 
-    position: int  #: of the token whose choice it is
-    number: int  #: of the top-k within the forward
+    position: int  #: of the token that the choice belongs to
+    number: int  #: which top-k of the forward it is
     taken: int  #: the candidate that the cached path takes
-    rejected: int  #: the candidate that the uncached path takes instead
+    rejected: int  #: the candidate that the uncached path takes
     margin: float  #: by which the uncached path's scores of the two differ
     error: float  #: how far rounding moves these scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceEvidence:
-    """The row in the declared dtype once every choice of experts is the uncached path's."""
+    """The row in the declared dtype, computed again with the uncached path's choices of experts."""
 
     gap: float
     uncached_error: float  #: against float64 with the same choices, running maximum
     cached_error: float
     sampled_error: float | None
-    flip: ChoiceFlip | None  #: the clearest choice that the cached path makes otherwise, where there is one
+    flip: ChoiceFlip | None  #: the clearest choice on which the paths differ, if any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that is known of one row, in absolute differences of logits: its verdict follows from this alone."""
+    """The evidence on one row, in absolute differences of logits. It alone decides the verdict."""
 
     comparison: Comparison = Comparison.CACHED
     gap: float  #: in the declared dtype
     allowed: float
-    noise: float  #: gap between two uncached ways, running maximum over positions
+    noise: float  #: gap between two uncached computations, running maximum over positions
     scale: float  #: the expected row's largest absolute logit
-    exact: ExactEvidence | None  #: None where there is no top rung
-    sampled_error: float | None = None  #: how far random rounding moves the row; measured only where it decides
-    #: The tables that the model holds in a lower dtype, where computing them in float64 ends the float64 gap.
+    exact: ExactEvidence | None  #: None if there is no float64 run
+    sampled_error: float | None = None  #: how far random rounding moves the row; measured only if it decides
+    #: Tables that the model keeps in a lower dtype, if computing them in float64 closes the float64 gap.
     rounded_tables: tuple[str, ...] = ()
-    choices: ChoiceEvidence | None = None  #: measured only where a choice of experts may have moved the row
+    choices: ChoiceEvidence | None = None  #: measured only if a choice of experts may have moved the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +141,13 @@ class RowResult:
 
     ids: tuple[int, ...]
     tokens: str
-    evidence: Evidence  #: from which the verdict follows, and can be judged again
+    evidence: Evidence  #: decides the verdict, and can be judged again
     worst_id: int  #: the vocabulary entry with the largest difference
     margin: float  #: the expected row's largest logit minus its second largest
     margin_verdict: MarginVerdict  #: whether the gap could change the most likely token
     verdict: Verdict
     reason: str
-    expected: tuple[float, ...] | None  #: the uncached row itself, where the vocabulary is small
+    expected: tuple[float, ...] | None  #: the uncached row itself, if the vocabulary is small
 
     @property
     def gap(self) -> float:
@@ -159,7 +161,7 @@ class RowResult:
 
     @property
     def noise(self) -> float:
-        """The gap between two uncached ways, running maximum over positions."""
+        """The gap between two uncached computations, running maximum over positions."""
         return self.evidence.noise
 
     @property
@@ -169,62 +171,62 @@ class RowResult:
 
     @property
     def top_gap(self) -> float | None:
-        """The gap in float64; None where there is no top rung."""
+        """The gap in float64; None if there is no float64 run."""
         return self.evidence.exact.gap if self.evidence.exact else None
 
     @property
     def top_noise(self) -> float | None:
-        """The noise in float64; None where there is no top rung."""
+        """The noise in float64; None if there is no float64 run."""
         return self.evidence.exact.noise if self.evidence.exact else None
 
     @property
     def uncached_error(self) -> float | None:
-        """The uncached row's error against float64, by the choices that were judged."""
+        """The uncached row's error against float64, with the choices that were judged."""
         judged = self.evidence.choices or self.evidence.exact
         return judged.uncached_error if judged else None
 
     @property
     def cached_error(self) -> float | None:
-        """The cached row's error against float64, by the choices that were judged."""
+        """The cached row's error against float64, with the choices that were judged."""
         judged = self.evidence.choices or self.evidence.exact
         return judged.cached_error if judged else None
 
     @property
     def sampled_error(self) -> float | None:
-        """How far random rounding moves the row; None where nothing asked for it."""
+        """How far random rounding moves the row; None if it was not needed."""
         return self.evidence.choices.sampled_error if self.evidence.choices else self.evidence.sampled_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first value that went wrong, in causal order, and the contract that this likely breaks."""
+    """The first value that is wrong, in causal order, and the likely cause."""
 
     scenario: str
     ids: tuple[int, ...]  #: the tokens consumed when it happened
     tokens: str
     position: int  #: of the token that was being consumed
-    batch_row: int  #: of the session in which it was
+    batch_row: int  #: the row of the batch that the session belongs to
     stage: Stage
     layer: int | None
     head: int | None
-    slot: int | None  #: cache slot, for the stages that cover slots
-    expected: float  #: the uncached path's value where the two differ most
+    slot: int | None  #: cache slot, for stages that have slots
+    expected: float  #: the uncached path's value at the largest difference
     actual: float  #: the cached path's value there
     gap: float
     allowed: float
-    origin: str | None  #: what the wrong cache slot really holds, where that could be told
+    origin: str | None  #: what the wrong cache slot really holds, if that could be determined
     contract: str
-    logits_differ: bool  #: False where later errors cancel this one
+    logits_differ: bool  #: False if later errors cancel this one
     sentence: str
-    confirmed: bool  #: with the uncached values of ``introduced`` put in their place, the two paths agree
-    #: The sites at which an error enters, in words, in the order found and this finding's own first. Where it is
-    #: confirmed, all else that differs carries an error on. Empty where nothing was put in any value's place.
+    confirmed: bool  #: replacing the values of ``introduced`` with the uncached ones makes the paths agree
+    #: The sites that introduce an error, in words, in the order found; the first is this finding's own. If it is
+    #: confirmed, everything else that differs only propagates an error. Empty if no value was replaced.
     introduced: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Localisation:
-    """The first mismatch, or none, and how many values were compared to say so."""
+    """The first mismatch, if any, and how many values were compared."""
 
     divergence: Divergence | None
     num_values: int
@@ -232,11 +234,11 @@ class Localisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FourWays:
-    """One row by every way to compute it, in float64, grouped by which agree; the largest group first."""
+    """One row, computed in every way in float64 and grouped by agreement; the largest group comes first."""
 
     ids: tuple[int, ...]
     groups: tuple[tuple[str, ...], ...]
-    suspect: str | None  #: the one way that stands alone against all others, where there is one
+    suspect: str | None  #: the one computation that disagrees with all others, if there is one
     sentence: str
 
 
@@ -245,12 +247,12 @@ class ScenarioResult:
     """All rows of one scenario."""
 
     name: str
-    advice: bool  #: the caller did what the library's documentation says not to: no part of the verdict
+    advice: bool  #: the library advises callers against this, so it does not affect the verdict
     verdict: Verdict
     rows: tuple[RowResult, ...]
     largest_gap: float
-    num_values_compared: int  #: intermediate values compared at the top rung
-    reason: str | None  #: why nothing, or not everything, was compared
+    num_values_compared: int  #: intermediate values compared in float64
+    reason: str | None  #: why not everything was compared
     divergence: Divergence | None
     four_ways: FourWays | None  #: of the first row that diverged
 
@@ -297,7 +299,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPlanted:
-    """A fault that could not be planted, and why."""
+    """A fault that could not be planted, and the reason."""
 
     fault: str
     reason: str
@@ -305,35 +307,35 @@ class NotPlanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallestChange:
-    """The smallest relative change of one entry of one layer that the audit sees, found by bisection."""
+    """The smallest relative change to one cache entry that the audit detects, found by bisection."""
 
     dtype: str
     layer: int
     tensor: str
     position: int
-    value: float | None  #: None where not even doubling the entry is seen
+    value: float | None  #: None if the audit does not even detect a doubled entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """The evidence that this audit, on this subject, can fail."""
 
-    dtype: str  #: in which the faults were planted
+    dtype: str  #: of the runs with planted faults
     sequence: tuple[int, ...]
     mutants: tuple[Mutant, ...]
     not_planted: tuple[NotPlanted, ...]
     clean_gap: float  #: the largest relative gap of the same programs without a fault
     margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
     smallest_changes: tuple[SmallestChange, ...]
-    problem: str | None  #: why the audit could not be shown able to fail, where it could not
+    problem: str | None  #: why nothing showed that the audit can fail, if so
 
     def number(self, outcome: Outcome) -> int:
-        """Return how many faults came to an outcome."""
+        """Return the number of faults with this outcome."""
         return sum(mutant.outcome is outcome for mutant in self.mutants)
 
     @property
     def num_right(self) -> int:
-        """How many of the faults that were caught first show where they must."""
+        """How many of the caught faults first show at the expected place."""
         return sum(m.outcome is Outcome.CAUGHT and bool(m.right_stage) for m in self.mutants)
 
 
@@ -349,37 +351,39 @@ class ConsumedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadSite:
-    """One place on the way to the logits: a row of a `Spread`."""
+    """One intermediate value: a row of a `Spread`."""
 
     name: str
     layer: int | None
-    allowed: float  #: the gap beyond which a value is wrong here, as a part of the site's largest magnitude
+    allowed: float  #: the largest gap that is not an error here, as a fraction of the site's largest magnitude
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSlot:
-    """What one slot of a layer's cache held, from one call to another."""
+    """The content of one slot of a layer's cache, from one call to another."""
 
     first_call: int
     last_call: int
     layer: int
     slot: int
-    position: int  #: of the token that the slot must stand for
+    position: int  #: of the token that belongs in the slot
     token: str
-    gap: float  #: the larger of the key's and the value's, as a part of their largest magnitude
+    gap: float  #: the larger of the key's and the value's, as a fraction of their largest magnitude
     wrong: bool
-    origin: str | None  #: what a wrong slot really holds, where that could be told
+    origin: str | None  #: what a wrong slot really holds, if that could be determined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Every value of one program, cached against uncached: where an error starts and what it reaches."""
+    """Every value of one program, cached against uncached: where an error starts and how far it spreads."""
 
     scenario: str
-    fault: str | None  #: the deliberate fault, where one was planted
+    fault: str | None  #: the planted fault, if there is one
     dtype: str
     tokens: tuple[ConsumedToken, ...]  #: in the order in which they were consumed
     sites: tuple[SpreadSite, ...]  #: in causal order
-    gaps: tuple[tuple[float | None, ...], ...]  #: [site][token], as parts; whole for what is no float
+    gaps: tuple[
+        tuple[float | None, ...], ...
+    ]  #: [site][token], as fractions; absolute for values that are not floats
     kept: tuple[KeptSlot, ...]
-    left_out: bool  #: the program consumes more tokens than are shown
+    left_out: bool  #: whether the program consumes more tokens than are shown

@@ -1,7 +1,7 @@
 """Stages: the named intermediate values on the way to the logits, in causal order.
 
-The order is that of a pre-norm decoder: what stands earlier is computed earlier, so the first stage that
-differs is where an error entered, and everything after it may merely carry the error on.
+The order is that of a pre-norm decoder: earlier stages are computed first. So the first stage that differs
+introduced the error, and everything after it may only propagate it.
 """
 
 from dataclasses import dataclass
@@ -9,27 +9,27 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """One kind of intermediate value; members stand in causal order."""
+    """One kind of intermediate value. Members are in causal order."""
 
     TOKEN = "token"  #: the consumed token id
-    POSITION = "position"  #: the absolute position index given to it
+    POSITION = "position"  #: the absolute position of that token
     EMBEDDING = "embedding"  #: token embedding + position embedding
     ATTN_NORM = "attn_norm"  #: the layer's normalised input
-    NEW_Q = "new_q"  #: the query of the new token, after rotation where there is one
+    NEW_Q = "new_q"  #: the query of the new token, after rotation if there is one
     NEW_K = "new_k"  #: the key of the new token
     NEW_V = "new_v"  #: the value of the new token
-    CACHE_LEN = "cache_len"  #: entries in the layer's cache after the append
+    CACHE_LEN = "cache_len"  #: number of entries in the layer's cache after the append
     CACHE_K = "cache_k"  #: the keys that attention reads: every slot of the appended cache
     CACHE_V = "cache_v"  #: the values that attention reads
-    MASK = "mask"  #: what hides slots; shown so that faults can change it, and never compared
+    MASK = "mask"  #: the attention mask; exposed so that faults can change it, and never compared
     ATTN_WEIGHTS = "attn_weights"  #: attention probabilities over the valid entries
-    ATTN_MIX = "attn_mix"  #: what attention read, each head's mix of values, before the output projection
+    ATTN_MIX = "attn_mix"  #: each head's weighted sum of values, before the output projection
     ATTN_OUT = "attn_out"  #: attention output, after the output projection
     ATTN_RESIDUAL = "attn_residual"  #: layer input + attention output
-    MLP_OUT = "mlp_out"  #: output of the MLP, its norm included
+    MLP_OUT = "mlp_out"  #: output of the MLP, including its norm
     MLP_RESIDUAL = "mlp_residual"  #: the layer's output
     FINAL_NORM = "final_norm"  #: the last layer's output, normalised
-    MODULE = "module"  #: the output of a named module, for decoders that have no taps of their own
+    MODULE = "module"  #: the output of a named module, for decoders without taps of their own
     LOGITS = "logits"  #: the readout
     POLICY = "policy"  #: the token chosen from equal logits
 
@@ -37,19 +37,19 @@ class Stage(StrEnum):
 #: Stages that exist once, before the first layer and after the last one.
 BEFORE_LAYERS = (Stage.TOKEN, Stage.POSITION, Stage.EMBEDDING)
 AFTER_LAYERS = (Stage.FINAL_NORM, Stage.LOGITS, Stage.POLICY)
-#: Stages that adapters show of models which have no taps of their own.
+#: Stages that adapters expose for models without taps of their own.
 SHOWN_BY_ADAPTERS = (Stage.MASK, Stage.ATTN_MIX, Stage.MODULE)
-#: Stages that every layer of a decoder of our own has, in causal order.
+#: Stages of every layer of a decoder with taps of its own, in causal order.
 IN_LAYER = tuple(s for s in Stage if s not in (*BEFORE_LAYERS, *AFTER_LAYERS, *SHOWN_BY_ADAPTERS))
-#: Stages whose value covers every cache slot and not only the new tokens.
+#: Stages with a value for every cache slot, not only for the new tokens.
 OVER_SLOTS = frozenset({Stage.CACHE_K, Stage.CACHE_V})
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A stage at a place: which layer's, or none for the stages outside the layers, and which module's.
+    """A stage of one layer (None outside the layers) and, if it is a module's output, of one module.
 
-    Layers count from 0, as positions do, and so do the parts of a module's output that is several values.
+    Layers and positions count from 0, and so do the parts of an output that has several values.
     """
 
     stage: Stage
@@ -65,13 +65,13 @@ class Site:
 
 
 def causal_order(num_layers: int) -> tuple[Site, ...]:
-    """Return every site of a decoder of our own stages with ``num_layers`` layers, earliest first."""
+    """Return every site of a decoder with taps of its own and ``num_layers`` layers, earliest first."""
     layers = tuple(Site(stage, layer) for layer in range(num_layers) for stage in IN_LAYER)
     return tuple(map(Site, BEFORE_LAYERS)) + layers + tuple(map(Site, AFTER_LAYERS))
 
 
-#: The likely contract behind the first stage that differs (spec R15). Cache contents have their own
-#: entries, because what the wrong slot holds tells more than that it is wrong.
+#: The likely cause if a stage is the first that differs. Wrong cache slots have causes of their own below:
+#: what a slot really holds says more than that it is wrong.
 LIKELY_CONTRACT: dict[Stage, str] = {
     Stage.TOKEN: "token ownership: the cached path consumed another token than the request holds",
     Stage.POSITION: "position index: the new token must take the position that equals the cache length",

@@ -1,14 +1,14 @@
-"""Upgrades of reports from one major version to the next, on plain JSON."""
+"""Upgrades reports from one major version to the next, as plain JSON."""
 
 from typing import Any
 
-#: What version 1 kept beside each other in a row, and version 2 keeps in its evidence.
+#: Members of a row in version 1 that version 2 keeps in the row's evidence.
 _DECLARED = ("gap", "allowed", "noise", "scale", "sampled_error")
 _EXACT = ("top_gap", "top_noise", "uncached_error", "cached_error")
 
 
 def report_from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return a report of version 1 as version 2 writes it; what does not fit is left for the reader to name."""
+    """Return a report of version 1 in the form of version 2; the reader reports what does not fit."""
     scenarios = plain.get("scenarios")
     upgraded = {**plain, "schema_version": 2, "schema_minor": 0}
     if isinstance(scenarios, list):
@@ -24,7 +24,7 @@ def _scenario(plain: Any) -> Any:
 
 
 def _row(plain: Any, comparison: str) -> Any:
-    """Move a row's numbers into its evidence. Version 1 did not say why it excused tables and near-ties."""
+    """Move a row's numbers into its evidence. Version 1 did not record why it excused tables and near-ties."""
     if not isinstance(plain, dict) or not plain.keys() >= {*_DECLARED, *_EXACT}:
         return plain
     kept = {name: value for name, value in plain.items() if name not in (*_DECLARED, *_EXACT)}

@@ -5,7 +5,7 @@ it learns, `training` for the recipe and `checkpoint` for the frozen result. Not
 of kvproof: the seam's adapter stands outside.
 """
 
-from kvproof.reference.cache import DecoderCache, LayerCache
+from kvproof.reference.cache import Append, DecoderCache, LayerCache
 from kvproof.reference.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from kvproof.reference.corpus import PATTERNS, VOCABULARY, decode, encode
 from kvproof.reference.decoder import Decoder, DecoderConfig
@@ -15,6 +15,7 @@ __all__ = [
     "PATTERNS",
     "RECIPE",
     "VOCABULARY",
+    "Append",
     "Checkpoint",
     "Decoder",
     "DecoderCache",

@@ -3,7 +3,7 @@
 from kvproof._numerics.taps import Tap
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
-from kvproof.subjects._base import Opening, Session, Subject, limits_of
+from kvproof.subjects._base import Generated, GeneratedCall, Opening, Session, Subject, limits_of
 from kvproof.subjects._callables import CallableSubject
 from kvproof.subjects._factory import as_subject
 from kvproof.subjects._given import CacheWays
@@ -13,6 +13,8 @@ from kvproof.subjects._reference import ReferenceSubject
 __all__ = [
     "CacheWays",
     "CallableSubject",
+    "Generated",
+    "GeneratedCall",
     "ModuleSubject",
     "Opening",
     "ReferenceSubject",
