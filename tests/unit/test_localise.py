@@ -175,7 +175,7 @@ def _adding(site: Site, sizes: dict[tuple[int, int, int], float], call: int) -> 
 
         return tap
 
-    return Fault(name="adding", breaks=str(site), first_stage=site.stage, plant=lambda: plant)
+    return Fault(name="adding", breaks=str(site), first_stage=site.stage, plant=lambda: Planting(plant))
 
 
 ALIKE = {
