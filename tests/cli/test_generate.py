@@ -301,7 +301,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, small_files: in
     file = tmp_path / "ledger.jsonl"
     outcome, lines = generated(TINY, "--ids", "5", to=file)
     assert outcome.status == 73
-    assert outcome.err.endswith(f"cannot write {file}: File too large; what it holds is whole\n")
+    assert outcome.err.endswith(f"cannot write {file}: File too large; the lines that it holds are complete\n")
     assert 1 < len(lines) < 120
     assert file.stat().st_size <= small_files
     assert parse_ledger(file.read_text("utf-8"), "it").damage is not None

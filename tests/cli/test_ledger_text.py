@@ -138,8 +138,8 @@ def test_escape_codes_in_the_name_of_a_wrong_probability_are_shown_and_not_obeye
 @pytest.mark.parametrize(
     ("line", "change", "problem"),
     [
-        (1, {HOSTILE: 1}, f"line 1: $ has unknown member '{ESCAPED}'"),
-        (4, {HOSTILE: 1}, f"line 4: $ has unknown member '{ESCAPED}'"),
+        (1, {HOSTILE: 1}, f"line 1: $ has unknown key '{ESCAPED}'"),
+        (4, {HOSTILE: 1}, f"line 4: $ has unknown key '{ESCAPED}'"),
         (4, {"kind": HOSTILE}, f"line 4 is neither a step nor an end: its kind is '{ESCAPED}'"),
         (1, {"ledger_version": HOSTILE}, f"has ledger version '{ESCAPED}'"),
         (1, {"path": HOSTILE}, "line 1: $.path must be one of ('cached', 'uncached'), not"),

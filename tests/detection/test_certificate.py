@@ -31,7 +31,7 @@ from kvproof._engine.prompts import random_sequences
 from kvproof.contract.codec import from_plain
 from kvproof.contract.results import Certificate, Outcome
 from kvproof.faults import catalogue
-from kvproof.faults import survey as survey_of
+from kvproof.faults import probe as survey_of
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked, token_by_token
 

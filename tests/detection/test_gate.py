@@ -14,7 +14,7 @@ from kvproof._generation.choosing import Choice
 from kvproof._reference_system import milestone as milestone_module
 from kvproof.contract.ledger import StopReason
 from kvproof.errors import ContextError
-from kvproof.faults import Fault, mask_off_by_one, position_off_by_one
+from kvproof.faults import Fault, Planting, mask_off_by_one, position_off_by_one
 from kvproof.policies import Policy
 from kvproof.reference import Checkpoint
 from kvproof.reference.cache import Append, DecoderCache
@@ -117,7 +117,10 @@ def test_a_cache_that_refuses_nothing_fails_the_shapes(checkpoint: Checkpoint, m
 def harmless() -> Fault:
     fault = position_off_by_one()
     return Fault(
-        name="wrong-position", breaks="nothing", first_stage=fault.first_stage, plant=lambda: lambda: keep
+        name="wrong-position",
+        breaks="nothing",
+        first_stage=fault.first_stage,
+        plant=lambda: Planting(lambda: keep),
     )
 
 
@@ -218,6 +221,6 @@ def test_max_tokens_is_a_reason_of_its_own(subject: ReferenceSubject):
 def test_the_thread_count_is_put_back(healthy: Report):
     assert healthy.environment.num_threads == 1
     before = torch.get_num_threads()
-    with milestone_module.one_thread():
+    with milestone_module.use_one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before

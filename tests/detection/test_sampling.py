@@ -157,4 +157,4 @@ def test_a_matrix_product_held_in_bfloat16_in_the_cached_path_alone_still_diverg
     assert (result.divergence.stage, result.divergence.layer) == (stage, 0)
     assert result.four_ways is not None
     assert result.four_ways.suspect is None
-    assert "in float64 all ways give this row the same" in result.four_ways.sentence
+    assert "in float64 all ways of computing this row agree" in result.four_ways.sentence

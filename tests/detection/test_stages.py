@@ -33,7 +33,7 @@ from kvproof.contract.stages import (
     Site,
     Stage,
 )
-from kvproof.faults import Fault
+from kvproof.faults import Fault, Planting
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
 from kvproof.scenarios import chunked, interleaved, token_by_token
 
@@ -139,7 +139,7 @@ def shifted(site: Site, by: float) -> Fault:
     def tap(at: Site, value: torch.Tensor) -> torch.Tensor:
         return value + by if at == site else value
 
-    return Fault(name="shifted", breaks="a shift", first_stage=site.stage, plant=lambda: lambda: tap)
+    return Fault(name="shifted", breaks="a shift", first_stage=site.stage, plant=lambda: Planting(lambda: tap))
 
 
 @pytest.mark.parametrize(

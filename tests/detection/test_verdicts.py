@@ -13,7 +13,7 @@ from kvproof._engine.audit import Auditor
 from kvproof._reference_system.milestone import TOLERANCE
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import AbilityError, SubjectError
-from kvproof.faults import Fault
+from kvproof.faults import Fault, Planting
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked, token_by_token
@@ -58,7 +58,10 @@ def in_float32_only(site: Site) -> Fault:
         return value.to(torch.bfloat16).to(torch.float32) if low else value
 
     return Fault(
-        name="dtype-only", breaks="a value held in bfloat16", first_stage=site.stage, plant=lambda: lambda: tap
+        name="dtype-only",
+        breaks="a value held in bfloat16",
+        first_stage=site.stage,
+        plant=lambda: Planting(lambda: tap),
     )
 
 

@@ -31,7 +31,7 @@ def read(folder: Path) -> Sweep:
 
 def replaced(monkeypatch: pytest.MonkeyPatch, work: Any = matching) -> None:
     """Let the command do other work than audits, in this process."""
-    monkeypatch.setattr(_sweep, "audited_cells", lambda job, **wanted: work(job))
+    monkeypatch.setattr(_sweep, "audit_to_json", lambda job, **wanted: work(job))
     monkeypatch.setattr(_sweep, "ProcessRunner", lambda **options: SerialRunner())
 
 
@@ -187,7 +187,7 @@ def test_other_options_in_the_same_folder_are_refused_in_one_line(
     replaced(monkeypatch)
     run("sweep", "a", "--out", tmp_path)
     outcome = run("sweep", "a", "--seed", 3, "--out", tmp_path)
-    assert outcome.refused("--seed 0, and this one has 3", "--fresh", "--out")
+    assert outcome.refused("--seed 0, but this one has 3", "--fresh", "--out")
     assert run("sweep", "a", "--seed", 3, "--out", tmp_path, "--fresh").status == 0
 
 
@@ -241,7 +241,7 @@ def work(job, **wanted):
         time.sleep(600)
     return matching(job)
 
-_sweep.audited_cells = work
+_sweep.audit_to_json = work
 _sweep.importlib.import_module = lambda name: None
 sys.argv[0] = "kvproof"
 cli.main()

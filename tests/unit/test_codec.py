@@ -179,11 +179,11 @@ NAMED = {
         "$.scenarios[0].rows[0].evidence.sampled_error must be a number, not 'small'; "
         "or $.scenarios[0].rows[0].evidence.sampled_error must be null, not 'small'",
     ),
-    "an unknown member": (("environment", "colour"), "red", "$.environment has unknown member 'colour'"),
+    "an unknown member": (("environment", "colour"), "red", "$.environment has unknown key 'colour'"),
     "an unknown member deep down": (
         ("milestone", "runs", 1, "cached", "steps", 0, "extra"),
         1,
-        "$.milestone.runs[1].cached.steps[0] has unknown member 'extra'",
+        "$.milestone.runs[1].cached.steps[0] has unknown key 'extra'",
     ),
 }
 
@@ -213,7 +213,7 @@ def test_a_union_of_objects_names_what_each_of_them_misses():
     with pytest.raises(CodecError) as caught:
         from_plain(Header, edited(HEADER_PLAIN, ("policy", "kind"), "beam"))
     assert str(caught.value) == (
-        "$.policy has unknown member 'min_p'; or $.policy.kind must be one of ('sample',), not 'beam'"
+        "$.policy has unknown key 'min_p'; or $.policy.kind must be one of ('sample',), not 'beam'"
     )
 
 
@@ -229,7 +229,7 @@ def test_every_missing_member_is_named(kind: type):
     for member in whole.keys() - added:
         with pytest.raises(CodecError) as caught:
             from_plain(kind, {name: value for name, value in whole.items() if name != member})
-        assert str(caught.value) == f"$ lacks member {member!r}"
+        assert str(caught.value) == f"$ is missing key {member!r}"
 
 
 def test_a_list_of_fixed_length_names_the_length_it_wants():

@@ -16,8 +16,8 @@ from kvproof._engine.uncached_values import LiteralRuns
 from kvproof._numerics.taps import Tap
 from kvproof.contract.results import Divergence
 from kvproof.contract.stages import IN_LAYER, SHOWN_BY_ADAPTERS, Site, Stage
-from kvproof.faults import Fault
-from kvproof.faults._plantings import Kept
+from kvproof.faults import Fault, Planting
+from kvproof.faults._plantings import EditOnce
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Scenario, beam_reorder, chunked, fork, interleaved, rollback, token_by_token
@@ -49,7 +49,7 @@ def wrong_at(*sites: Site) -> Fault:
             return value
         return value * 1.5 + 0.25 if value.is_floating_point() else torch.zeros_like(value)
 
-    return Fault(name="wrong", breaks="sites", first_stage=sites[0].stage, plant=lambda: lambda: tap)
+    return Fault(name="wrong", breaks="sites", first_stage=sites[0].stage, plant=lambda: Planting(lambda: tap))
 
 
 ONE_PLACE = [
@@ -117,7 +117,7 @@ def test_what_a_session_keeps_wrong_is_confirmed_where_it_is_read(subject: Refer
     def change(layers: tuple[dict[str, Tensor], ...], session: Session) -> None:
         layers[1]["k"] = layers[1]["k"] + 0.5
 
-    fault = Fault(name="kept", breaks="keys", first_stage=Stage.CACHE_K, plant=lambda: Kept(1, change))
+    fault = Fault(name="kept", breaks="keys", first_stage=Stage.CACHE_K, plant=lambda: EditOnce(1, change))
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
     assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))
 
@@ -165,7 +165,7 @@ def test_a_run_that_raises_confirms_nothing_and_the_finding_stands(subject: Refe
                 raise RuntimeError("broke in the second run")
             return value + 0.5
 
-        return lambda: tap
+        return Planting(lambda: tap)
 
     fault = Fault(name="raising", breaks="the second run", first_stage=Stage.NEW_Q, plant=plant)
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
@@ -226,7 +226,7 @@ def test_a_known_bad_row_is_as_far_as_another_run_goes(deep: ReferenceSubject, m
             value = each(site, value)
         return value
 
-    fault = Fault(name="two", breaks="two tokens", first_stage=Stage.NEW_Q, plant=lambda: lambda: tap)
+    fault = Fault(name="two", breaks="two tokens", first_stage=Stage.NEW_Q, plant=lambda: Planting(lambda: tap))
     divergence = found(deep, token_by_token(IDS), fault, until=IDS[:3])
     assert (divergence.position, divergence.confirmed) == (2, True)
     assert counted.calls == 3 + 3
@@ -242,7 +242,9 @@ def test_a_pointer_in_the_declared_dtype_is_not_put_to_the_test(
         lower = site == Site(Stage.CACHE_K, 0) and value.dtype is torch.float32
         return value.to(torch.bfloat16).to(value.dtype) if lower else value
 
-    fault = Fault(name="low", breaks="float32 alone", first_stage=Stage.CACHE_K, plant=lambda: lambda: rounded)
+    fault = Fault(
+        name="low", breaks="float32 alone", first_stage=Stage.CACHE_K, plant=lambda: Planting(lambda: rounded)
+    )
     counted = Counted(monkeypatch)
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault, rung="declared")
     assert (divergence.confirmed, divergence.introduced) == (False, ())

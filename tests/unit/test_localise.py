@@ -12,7 +12,7 @@ from kvproof._numerics.taps import Recorder, Tap
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import OVER_SLOTS, Site, Stage
 from kvproof.errors import AbilityError
-from kvproof.faults import Fault
+from kvproof.faults import Fault, Planting
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked, interleaved, rollback, token_by_token
 
@@ -117,7 +117,10 @@ def test_a_prefix_consumed_twice_does_not_end_the_search_early(subject: Referenc
         return value + 0.5 if site == Site(Stage.NEW_Q, 1) and sum(calls) == 2 else value
 
     fault = Fault(
-        name="second", breaks="the call after the crop", first_stage=Stage.NEW_Q, plant=lambda: lambda: tap
+        name="second",
+        breaks="the call after the crop",
+        first_stage=Stage.NEW_Q,
+        plant=lambda: Planting(lambda: tap),
     )
     found = localise(subject, scenario, fault=fault, until=tuple(sequence[:2])).divergence
     assert found is not None

@@ -110,14 +110,14 @@ BROKEN = {
         json.dumps({**PLAIN, "schema_version": "1"}),
         "a.json has schema version '1'; this kvproof reads 1 to 2",
     ),
-    "with an unknown member": (json.dumps({**PLAIN, "extra": 0}), "a.json: $ has unknown member 'extra'"),
+    "with an unknown member": (json.dumps({**PLAIN, "extra": 0}), "a.json: $ has unknown key 'extra'"),
     "with a member of the wrong type": (
         json.dumps({**PLAIN, "summary": None}),
         "a.json: $.summary must be a string, not None",
     ),
     "without a member": (
         json.dumps({name: value for name, value in PLAIN.items() if name != "faults"}),
-        "a.json: $ lacks member 'faults'",
+        "a.json: $ is missing key 'faults'",
     ),
 }
 

@@ -23,8 +23,8 @@ from kvproof._engine.verdict_rules import (
 )
 from kvproof._numerics.gaps import largest
 from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
-from kvproof._system.forked import check_jobs, default_jobs, in_processes
 from kvproof._system.machine import environment
+from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
 from kvproof.contract.report import VERSION, Report
 from kvproof.contract.results import (
     Certificate,
@@ -218,7 +218,7 @@ class Auditor:
             [program for program in programs if program.name == name]
             for name in dict.fromkeys(program.name for program in programs)
         ]
-        checks = in_processes(lambda number: self._check_apart(groups[number]), len(groups), self.jobs)
+        checks = map_in_processes(lambda number: self._check_apart(groups[number]), len(groups), self.jobs)
         for group in groups:
             on_scenario(group[0].name)
             if causal:

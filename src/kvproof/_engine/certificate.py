@@ -22,11 +22,11 @@ from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
 from kvproof._engine.verdict_rules import judge
 from kvproof._numerics.gaps import gap_between, largest
-from kvproof._system.forked import in_processes
+from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
-from kvproof.faults import CatalogueFault, Ground, Place, Planting, catalogue, smallest, survey
+from kvproof.faults import CatalogueFault, Place, Planting, PlantingSite, catalogue, probe, smallest
 from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
 from kvproof.subjects import Session
 
@@ -62,7 +62,7 @@ class Certifier:
         self.uncached = uncached
         self._evidence = RowEvidence(uncached.declared.subject, tolerance, uncached)
         self.rung: Rung = uncached.exact or uncached.top or uncached.declared
-        self.ground = survey(self.rung.subject, sequence, other)
+        self.ground = probe(self.rung.subject, sequence, other)
         self.programs: dict[tuple[str, int], Scenario] = {}
         self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
         self._clean: dict[Scenario, _Trial] = {}
@@ -91,7 +91,7 @@ class Certifier:
 
         names = [f"smallest change seen in {rung.subject.info.dtype}" for rung in rungs]
         names += [f"fault {fault.name}" for fault, _ in chosen]
-        parts = in_processes(part, len(names), jobs)
+        parts = map_in_processes(part, len(names), jobs)
         mutants: list[Mutant] = []
         changes: list[SmallestChange] = []
         clean = 0.0
@@ -293,7 +293,7 @@ def _bisected(seen: Callable[[float], bool], least: float) -> float | None:
     return float(10.0**high)
 
 
-def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: Ground) -> str | None:
+def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: PlantingSite) -> str | None:
     """Return why the audit could not be shown able to fail.
 
     Something must have been caught, and in every layer that keeps something a fault that puts one token's content

@@ -48,7 +48,7 @@ from kvproof.contract.stages import (
     Site,
     Stage,
 )
-from kvproof.faults import Fault, MakeTap, as_planting, no_fault
+from kvproof.faults import Fault, Planting, plant
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Session, Subject
 
@@ -117,7 +117,7 @@ class _Search:
         self.until = until
         self.num_values = 0
         self.logits_differ = until is not None
-        self._make_fault = fault.plant if fault else lambda: no_fault
+        self._fault = fault
         self._script = Script(judge.runs)
         self._newest = 0  #: the call in which a mismatch was found last: before it there is none
         self._last: int | None = None  #: the call that holds the row known to be wrong
@@ -175,7 +175,7 @@ class _Search:
         """Run the program on the cached path and yield each call's number, rows, and every value it computed."""
         runs, is_first = self.judge.runs, not causes
         put_at = {site for cause in causes for site in cause.put_at}
-        planting = as_planting(self._make_fault()).under(self._script.wrapper(put_at))
+        planting = plant(self._fault).under(self._script.wrapper(put_at))
         for number, call in enumerate(run_program(runs.subject, self.scenario, planting)):
             assert isinstance(call.tap, ScriptedTap)
             trace = call.tap.take()
@@ -196,10 +196,10 @@ class _Search:
 
 
 def traced_calls(
-    subject: Subject, scenario: Scenario, make_fault: MakeTap, prompted: Session | None = None
+    subject: Subject, scenario: Scenario, planting: Planting, prompted: Session | None = None
 ) -> Iterator[tuple[tuple[Row, ...], Trace]]:
     """Run the program on the cached path and yield each call's rows and every value it computed."""
-    for call in run_program(subject, scenario, as_planting(make_fault).under(Recorder), prompted=prompted):
+    for call in run_program(subject, scenario, planting.under(Recorder), prompted=prompted):
         assert isinstance(call.tap, Recorder)
         yield call.rows, call.tap.take()
 

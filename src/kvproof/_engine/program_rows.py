@@ -20,7 +20,7 @@ from kvproof._engine.verdict_rules import are_equal_in_float64, may_come_from_ta
 from kvproof._numerics.gaps import gap_between
 from kvproof.contract.results import RowResult, Tolerance, Verdict
 from kvproof.errors import SubjectError
-from kvproof.faults import Fault, no_fault
+from kvproof.faults import Fault, plant
 from kvproof.scenarios import Scenario
 
 
@@ -84,7 +84,7 @@ class RowAuditor:
         """Run the cached path at the rungs in step; yield each row's result, and its row at the top rung."""
         runs = [
             # What the rungs do in step is counted once.
-            run_program(rung.subject, program, fault.plant() if fault else no_fault, coverage if first else None)
+            run_program(rung.subject, program, plant(fault), coverage if first else None)
             for first, rung in zip((True, *(False,) * len(rungs)), rungs, strict=False)
         ]
         for calls in zip(*runs, strict=True):
@@ -117,7 +117,7 @@ class RowAuditor:
 
     def _agrees(self, rung: Rung, program: Scenario, fault: Fault | None) -> bool:
         """Run a program at one float64 rung and say whether every row is the uncached one."""
-        for call in run_program(rung.subject, program, fault.plant() if fault else no_fault):
+        for call in run_program(rung.subject, program, plant(fault)):
             for row in call.rows:
                 expected = self.uncached.row_of(rung, row.prefix)
                 if not are_equal_in_float64(gap_between(expected, row.logits)):

@@ -24,7 +24,7 @@ from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.random_rounding import RandomRounding
 from kvproof._numerics.tolerances import NUM_SAMPLES, TOP_RUNG
 from kvproof._numerics.top_k import Choice, Choices
-from kvproof._system.forked import in_processes
+from kvproof._system.pool import map_in_processes
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
 from kvproof.scenarios import Ability
@@ -157,7 +157,7 @@ class Uncached:
                 self._measure(alone[number], is_first=is_first and number == 0)
             return [rung.computed_since(blocks) for rung, blocks in zip(self.rungs, known, strict=True)]
 
-        found = in_processes(work, len(alone), jobs) if jobs > 1 else None
+        found = map_in_processes(work, len(alone), jobs) if jobs > 1 else None
         for sequence in sequences:
             if found is not None and sequence in alone:
                 for rung, blocks in zip(self.rungs, next(found), strict=False):  # the top rung may be given up

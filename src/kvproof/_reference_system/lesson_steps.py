@@ -13,7 +13,7 @@ from kvproof._generation.requests import first_difference, generate
 from kvproof._numerics.gaps import gap_between
 from kvproof._numerics.taps import token_axis
 from kvproof._reference_system.milestone import TOLERANCE
-from kvproof._system.machine import environment, one_thread
+from kvproof._system.machine import environment, use_one_thread
 from kvproof.contract.ledger import Run
 from kvproof.contract.lesson import Kept, Lesson, LessonStep, LessonValue, Numbers, Walk
 from kvproof.contract.stages import Site, Stage
@@ -27,7 +27,7 @@ from kvproof.faults import (
     lower_dtype,
     mask_off_by_one,
     missing_append,
-    no_fault,
+    plant,
     position_off_by_one,
     shared_between_requests,
     stale_slot,
@@ -76,7 +76,7 @@ def walk(checkpoint: Checkpoint, on_stage: Callable[[str], None] = lambda name: 
     if subject.info.vocab_size != len(VOCABULARY):
         raise UsageError("the lesson walks the reference system's own decoder, of eight tokens")
     decoder = checkpoint.decoder
-    with one_thread():
+    with use_one_thread():
         return Lesson(
             environment=environment(),
             seed=checkpoint.seed,
@@ -111,7 +111,7 @@ def _walk(subject: ReferenceSubject, name: str, run: Run, fault: Fault | None) -
     first = localise(subject, program, fault=fault).divergence
     runs = LiteralRuns(subject)
     steps: list[LessonStep] = []
-    for rows, trace in traced_calls(subject, program, fault.plant() if fault else no_fault):
+    for rows, trace in traced_calls(subject, program, plant(fault)):
         prefix = rows[0].prefix
         if prefix == ids[: len(prefix)] and len(prefix) == len(steps) + 1:
             steps.append(_step(run, len(steps), trace, runs.over(prefix)))

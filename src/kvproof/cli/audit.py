@@ -130,7 +130,7 @@ def _run(
     """Load the target and audit it; return the report, and the tokens that the catalogue was made over."""
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
-    from kvproof._system.machine import one_thread
+    from kvproof._system.machine import use_one_thread
     from kvproof.scenarios import catalogue, named, random_programs
     from kvproof.subjects import limits_of
     from kvproof.subjects._targets import load_target
@@ -138,7 +138,7 @@ def _run(
     seed = options.seed
     # More threads than one only wait for each other on tensors as small as a random model's.
     tiny = target is not None and target.startswith("random:")
-    with show_progress(options.quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
+    with show_progress(options.quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading.config}")
         subject = load_target(target, loading.options(seed))
         first, other = sequences_for(subject, text, options.length, seed)

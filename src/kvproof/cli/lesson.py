@@ -98,11 +98,11 @@ def train_checkpoint(progress: Progress, seed: int | None = None) -> "Checkpoint
     """Train the reference decoder, from a seed of its own or from another."""
     import dataclasses
 
-    from kvproof._system.machine import one_thread
+    from kvproof._system.machine import use_one_thread
     from kvproof.reference import RECIPE, Checkpoint, train
 
     recipe = RECIPE if seed is None else dataclasses.replace(RECIPE, seed=seed)
-    with one_thread():
+    with use_one_thread():
         decoder, loss = train(recipe, on_step=lambda step, at: progress.step(step, recipe.num_steps, at))
     return Checkpoint(decoder=decoder, seed=recipe.seed, loss=loss)
 

@@ -52,7 +52,7 @@ def replay(
     with show_progress(quiet) as progress:
         from kvproof._generation.replay import replay as run
         from kvproof._reference_system.milestone import TOLERANCE
-        from kvproof._system.machine import one_thread, threads
+        from kvproof._system.machine import use_one_thread, use_threads
         from kvproof.contract.text import printable
         from kvproof.subjects import ReferenceSubject, Subject
 
@@ -70,7 +70,7 @@ def replay(
             progress.stage("loading the model")
             subject = load_recorded(header, target, network=network, trust_remote_code=trust_remote_code)
         num_threads = min(header.environment.num_threads, os.cpu_count() or 1)
-        with one_thread() if reference else threads(max(1, num_threads)):
+        with use_one_thread() if reference else use_threads(max(1, num_threads)):
             try:
                 result = run(
                     record.run,

@@ -40,5 +40,5 @@ def sweep(targets: tuple[str, ...], folder: Path, quiet: bool, **options: Any) -
         asked = SweepOptions(**options)
         table = sweep_targets(targets, folder, asked, on_group=progress.groups, on_note=complain)
     text = table.summary if quiet else f"{table.summary}\nThe table: {folder / 'sweep.md'}"
-    status = table.verdict.exit_status or (EXIT_USAGE if table.refused(targets) else 0)
+    status = table.verdict.exit_status or (EXIT_USAGE if table.has_refused(targets) else 0)
     sys.exit(write_outputs([lambda: print_text(f"{text}\n")], status))

@@ -139,9 +139,9 @@ class _Reader:
         required = {field.name for field in dataclasses.fields(kind) if "added_in" not in field.metadata}
         missing = sorted(required - plain.keys())
         if unknown and self.unknown is None:
-            raise CodecError(f"{path} has unknown member {unknown[0]!r}")
+            raise CodecError(f"{path} has unknown key {unknown[0]!r}")
         if missing:
-            raise CodecError(f"{path} lacks member {missing[0]!r}")
+            raise CodecError(f"{path} is missing key {missing[0]!r}")
         present = {name: hint for name, hint in hints.items() if name in plain}
         members = {name: self.read(hint, plain[name], f"{path}.{name}") for name, hint in present.items()}
         if self.unknown is not None:

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from kvproof.contract.codec import CodecError, added_in, strict_loads, to_plain
 from kvproof.contract.environment import Environment
-from kvproof.contract.versions import Version
+from kvproof.contract.versions import Version, VersionReader
 from kvproof.errors import LedgerError
 from kvproof.policies import Policy, Stops
 
@@ -182,27 +182,28 @@ def ledger_line(line: Header | Step | End) -> str:
 
 
 def parse_ledger(text: str, name: str, on_note: Callable[[str], None] = lambda note: None) -> LedgerFile:
-    """Read a ledger. A cut-off tail is reported as damage; anything else that does not fit raises.
+    """Return the ledger that ``text`` holds, as the current version writes it.
 
-    ``on_note`` is told what a newer minor version holds that this kvproof does not know, and ignores. Raises
-    `LedgerError` naming the file, the line and the member.
+    A truncated end is reported as damage. Anything else that does not fit raises `LedgerError` naming the file,
+    the line and the path. Calls ``on_note`` if keys of a newer minor version were ignored.
     """
     lines = text.split("\n")
     complete, tail = lines[:-1], lines[-1]
     if not complete:
-        raise LedgerError(f"{name} holds no complete line: not a ledger, or cut off in its first line")
-    reader = _LineReader(name, on_note)
-    header = reader.header(complete[0])
+        raise LedgerError(f"{name} has no complete line: it is not a ledger, or its first line was cut off")
+    reader, header = _read_header(complete[0], name)
     steps: list[Step] = []
     end: End | None = None
     for number, line in enumerate(complete[1:], start=2):
         if end is not None:
             raise LedgerError(f"{name} line {number}: there is a line after the end")
-        record = reader.line(line, number)
+        record = _read_line(line, f"{name} line {number}", reader)
         if isinstance(record, Step):
             steps.append(record)
         else:
             end = record
+    if reader.note is not None:
+        on_note(f"{name} {reader.note}")
     damage = None
     if tail:
         damage = f"line {len(lines)} is cut off: {len(tail)} characters without a line end"
@@ -211,57 +212,43 @@ def parse_ledger(text: str, name: str, on_note: Callable[[str], None] = lambda n
     return LedgerFile(run=Run(header=header, steps=tuple(steps), end=end), damage=damage)
 
 
-class _LineReader:
-    """Reads the lines of one ledger, all of which are of the version that its header names."""
-
-    def __init__(self, name: str, on_note: Callable[[str], None]) -> None:
-        self.name = name
-        self.on_note = on_note
-        self.major: object = None
-        self.minor: object = 0
-
-    def header(self, line: str) -> Header:
-        """Return the header, and note its version."""
-        plain = self._json(line, 1)
-        if not isinstance(plain, dict) or plain.get("kind") != "header":
-            raise LedgerError(f"{self.name} line 1 is not a kvproof ledger's header")
-        self.major, self.minor = plain.get("ledger_version"), plain.get("ledger_minor", 0)
-        try:
-            VERSION.check(self.major, self.minor)
-        except CodecError as error:
-            raise LedgerError(f"{self.name} {error}") from error
-        return self._read(Header, plain, 1)
-
-    def line(self, line: str, number: int) -> Step | End:
-        """Return what a later line holds."""
-        plain = self._json(line, number)
-        kind = plain.get("kind") if isinstance(plain, dict) else None
-        if not isinstance(plain, dict) or kind not in ("step", "end"):
-            raise LedgerError(f"{self.name} line {number} is neither a step nor an end: its kind is {kind!r}")
-        return self._read(Step, plain, number) if kind == "step" else self._read(End, plain, number)
-
-    def _read(self, kind: type[T], plain: dict[str, object], number: int) -> T:
-        where = f"{self.name} line {number}"
-        try:
-            return VERSION.read(
-                kind,
-                plain,
-                major=self.major,
-                minor=self.minor,
-                on_note=lambda note: self.on_note(f"{where}: {note}"),
-            )
-        except CodecError as error:
-            raise LedgerError(f"{where}: {error}") from error
-
-    def _json(self, line: str, number: int) -> object:
-        try:
-            plain: object = strict_loads(line)
-        except CodecError as error:
-            raise LedgerError(f"{self.name} line {number}: {error}") from error
-        return plain
+def _read_header(line: str, name: str) -> tuple[VersionReader, Header]:
+    """Return the header, and the reader for the lines after it."""
+    place = f"{name} line 1"
+    plain = _read_json(line, place)
+    if not isinstance(plain, dict) or plain.get("kind") != "header":
+        raise LedgerError(f"{place} is not the header of a kvproof ledger")
+    try:
+        reader = VERSION.reader(plain)
+    except CodecError as error:
+        raise LedgerError(f"{name} {error}") from error
+    return reader, _read(Header, plain, place, reader)
 
 
-#: What members that version 1 lacks were when it was written.
+def _read_line(line: str, place: str, reader: VersionReader) -> Step | End:
+    plain = _read_json(line, place)
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    if not isinstance(plain, dict) or kind not in ("step", "end"):
+        raise LedgerError(f"{place} is neither a step nor an end: its kind is {kind!r}")
+    return _read(Step, plain, place, reader) if kind == "step" else _read(End, plain, place, reader)
+
+
+def _read(kind: type[T], plain: dict[str, object], place: str, reader: VersionReader) -> T:
+    try:
+        return reader.read(kind, plain)
+    except CodecError as error:
+        raise LedgerError(f"{place}: {error}") from error
+
+
+def _read_json(line: str, place: str) -> object:
+    try:
+        plain: object = strict_loads(line)
+    except CodecError as error:
+        raise LedgerError(f"{place}: {error}") from error
+    return plain
+
+
+#: The members that version 1 lacks, with the values that held when it was written.
 _SINCE_1: dict[str, dict[str, object]] = {
     "header": {
         "source": None,
@@ -281,7 +268,7 @@ _SINCE_1: dict[str, dict[str, object]] = {
 
 
 def _from_version_1(plain: dict[str, object]) -> dict[str, object]:
-    """Return a line of version 1 as version 2 writes it; what does not fit is left for the reader."""
+    """Return a line of version 1 in the form of version 2; the reader reports what does not fit."""
     kind = str(plain["kind"])
     plain = {**_SINCE_1[kind], **plain}
     policy, stops, kept = plain.get("policy"), plain.get("stops"), plain.get("probabilities")

@@ -5,12 +5,9 @@ each in decoders that show their stages: the reference system's deliberate failu
 """
 
 from kvproof.faults import smallest
-from kvproof.faults._base import Fault, MakeTap, Planting, as_planting, no_fault
+from kvproof.faults._base import Fault, Planting, plant
 from kvproof.faults._catalogue import catalogue
-from kvproof.faults._ground import Ground, Place, survey
-from kvproof.faults._kinds import CatalogueFault
-from kvproof.faults._taps import (
-    SEED_FAULTS,
+from kvproof.faults._in_stages import (
     cancelling_pair,
     disturbed,
     duplicate_append,
@@ -26,16 +23,15 @@ from kvproof.faults._taps import (
     wrong_layer,
     wrong_position,
 )
+from kvproof.faults._kinds import CatalogueFault
+from kvproof.faults._places import Place, PlantingSite, probe
 
 __all__ = [
-    "SEED_FAULTS",
     "CatalogueFault",
     "Fault",
-    "Ground",
-    "MakeTap",
     "Place",
     "Planting",
-    "as_planting",
+    "PlantingSite",
     "cancelling_pair",
     "catalogue",
     "disturbed",
@@ -44,12 +40,12 @@ __all__ = [
     "lower_dtype",
     "mask_off_by_one",
     "missing_append",
-    "no_fault",
+    "plant",
     "position_off_by_one",
+    "probe",
     "shared_between_requests",
     "smallest",
     "stale_slot",
-    "survey",
     "swapped_keys_and_values",
     "token_fed_twice",
     "wrong_layer",

@@ -10,11 +10,6 @@ from kvproof.subjects import Session
 MakeTap = Callable[[], Tap]
 
 
-def no_fault() -> Tap:
-    """Make the tap of a session without a fault."""
-    return untouched
-
-
 class Planting:
     """One planting of a fault in one run: how taps are made, and how operations are carried out.
 
@@ -22,7 +17,7 @@ class Planting:
     stands, operations are carried out as they should be.
     """
 
-    def __init__(self, make_tap: MakeTap = no_fault) -> None:
+    def __init__(self, make_tap: MakeTap = lambda: untouched) -> None:
         self.make_tap = make_tap
 
     def __call__(self) -> Tap:
@@ -55,16 +50,16 @@ class Planting:
         return self
 
 
-def as_planting(make_tap: MakeTap) -> Planting:
-    """Return a planting as it is, and a maker of taps as a planting in values alone."""
-    return make_tap if isinstance(make_tap, Planting) else Planting(make_tap)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A way to break the cached path. ``plant`` returns a new `Planting`, or a maker of taps alone."""
+    """A way to break the cached path. ``plant`` returns a new `Planting`, for one run."""
 
     name: str
     breaks: str  #: the contract, in words
     first_stage: Stage
-    plant: Callable[[], MakeTap]
+    plant: Callable[[], Planting]
+
+
+def plant(fault: Fault | None) -> Planting:
+    """Plant a fault for one run; None breaks nothing."""
+    return Planting() if fault is None else fault.plant()

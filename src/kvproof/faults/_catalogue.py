@@ -4,19 +4,19 @@ Tokens, positions and masks are changed as the decoder is given them; what a cac
 calls; operations are carried out wrongly. All of them act on a warm cache alone, as the faults of caches do.
 """
 
-from kvproof.faults import _entries, _given
+from kvproof.faults import _in_caches, _in_calls
 from kvproof.faults._kinds import CatalogueFault
 
 
 def catalogue() -> tuple[CatalogueFault, ...]:
     """Return every fault, those in what a call is given first."""
     return (
-        *_given.in_what_is_fed(),
-        *_given.in_masks(),
-        *_given.in_values(),
-        *_entries.in_lengths(),
-        *_entries.in_entries(),
-        *_entries.from_elsewhere(),
-        *_entries.in_states(),
-        *_entries.in_operations(),
+        *_in_calls.input_faults(),
+        *_in_calls.mask_faults(),
+        *_in_calls.value_faults(),
+        *_in_caches.length_faults(),
+        *_in_caches.entry_faults(),
+        *_in_caches.foreign_entry_faults(),
+        *_in_caches.state_faults(),
+        *_in_caches.operation_faults(),
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvproof.contract.stages import Stage
 from kvproof.faults._base import Planting
-from kvproof.faults._carriers import SEEN_BY, Carrier
-from kvproof.faults._ground import Ground, Place
+from kvproof.faults._places import Place, PlantingSite
+from kvproof.faults._programs import SEEN_BY, Carrier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,9 @@ class CatalogueFault:
     classes: tuple[str, ...]  #: of public cache bugs, those that it stands for
     stages: frozenset[Stage]  #: at one of which it must first show; elsewhere modules alone can show it
     carrier: Carrier
-    layers: Callable[[Ground], Iterable[int | None]]  #: where it can be planted; none for no layer of its own
+    layers: Callable[
+        [PlantingSite], Iterable[int | None]
+    ]  #: where it can be planted; none for no layer of its own
     plant: Callable[[Place], Planting]
     keeps: bool = False  #: acts on what a layer's cache keeps
     mixes: bool = False  #: puts one token's, or request's, content in another's place in a layer

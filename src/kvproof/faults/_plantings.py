@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvproof.contract.stages import Site, Stage
 from kvproof.faults._base import Planting
-from kvproof.faults._ground import Place, growing
+from kvproof.faults._places import Place, appending_layers
 from kvproof.subjects import Session
 
 Layers = Sequence[dict[str, Tensor]]
@@ -38,7 +38,7 @@ class _WarmTap:
         return value
 
 
-class Kept(Planting):
+class EditOnce(Planting):
     """Changes what the cache keeps, once: after the call with which it holds the prompt's ``position`` tokens."""
 
     def __init__(self, position: int, change: Callable[[Layers, Session], None]) -> None:
@@ -89,7 +89,7 @@ class Leaking(Planting):
             self.first.edit(lambda layers: layers[self.layer].update(leaked))
 
 
-class LeftBehind(Planting):
+class SkipReorder(Planting):
     """Lets a layer's rows stay in place when rows are reordered."""
 
     def __init__(self, place: Place) -> None:
@@ -108,7 +108,7 @@ class KeepsTail(Planting):
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.layers = growing(place.ground)
+        self.layers = appending_layers(place.ground)
 
     def crop(self, session: Session, length: int) -> None:
         """Crop, and append the tail again."""
@@ -129,7 +129,7 @@ class SurvivesReset(Planting):
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.growing = growing(place.ground)
+        self.appending_layers = appending_layers(place.ground)
         self.before: list[dict[str, Tensor]] | None = None
 
     def reset(self, session: Session) -> None:
@@ -146,7 +146,7 @@ class SurvivesReset(Planting):
         def bring_back(layers: Layers) -> None:
             for number, old in enumerate(before):
                 own = layers[number]
-                for name in ("k", "v") if number in self.growing else ():
+                for name in ("k", "v") if number in self.appending_layers else ():
                     own[name] = torch.cat([old[name], own[name]], dim=2)
                 for name in own.keys() & old.keys():
                     if name.startswith("state"):
@@ -155,7 +155,7 @@ class SurvivesReset(Planting):
         session.edit(bring_back)
 
 
-class PositionsGoOn(Planting):
+class StalePositions(Planting):
     """Lets positions go on where they stood before tokens were taken back."""
 
     def __init__(self) -> None:

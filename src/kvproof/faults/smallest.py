@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from kvproof.faults import _carriers as carriers
+from kvproof.faults import _programs as carriers
 from kvproof.faults._base import Planting
-from kvproof.faults._ground import Ground, Place
-from kvproof.faults._plantings import Kept, Layers
+from kvproof.faults._places import Place, PlantingSite
+from kvproof.faults._plantings import EditOnce, Layers
 from kvproof.scenarios import Scenario
 from kvproof.subjects import Session
 
 
-def entry(ground: Ground) -> tuple[int, str] | None:
+def entry(ground: PlantingSite) -> tuple[int, str] | None:
     """Return the first layer that keeps keys, or a state, and the tensor's name; None where none does."""
     for tensor in ("k", "state"):
         for layer, tensors in enumerate(ground.kept):
@@ -31,7 +31,7 @@ def planting(place: Place, tensor: str, change: float) -> Planting:
     def scale(layers: Layers, session: Session) -> None:
         layers[place.number][tensor] = _scaled(layers[place.number][tensor], tensor, change)
 
-    return Kept(place.position, scale)
+    return EditOnce(place.position, scale)
 
 
 def _scaled(value: Tensor, tensor: str, change: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The report's own form: strict JSON."""
+"""Writes and reads a report as strict JSON."""
 
 import json
 from collections.abc import Callable
@@ -11,14 +11,15 @@ from kvproof.errors import ReportError
 
 
 def render(report: Report) -> str:
-    """Return the report as JSON, with a line end; non-finite numbers are strings."""
+    """Return the report as JSON that ends in a newline; non-finite numbers are strings."""
     return json.dumps(to_plain(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def parse(text: str, name: str, on_note: Callable[[str], None] = lambda note: None) -> Report:
-    """Return the report that ``text`` holds; raise `ReportError` naming the file and what does not fit.
+    """Return the report that ``text`` holds, as the current version writes it.
 
-    ``on_note`` is told what a newer minor version holds that this kvproof does not know, and ignores.
+    Calls ``on_note`` if keys of a newer minor version were ignored. Raises `ReportError` naming the file and the
+    path of what does not fit.
     """
     try:
         plain: Any = strict_loads(text)
@@ -26,21 +27,21 @@ def parse(text: str, name: str, on_note: Callable[[str], None] = lambda note: No
         raise ReportError(f"{name}: {error}") from error
     if not isinstance(plain, dict):
         raise ReportError(f"{name} is not a report: a report is a JSON object")
-    major, minor = plain.get("schema_version"), plain.get("schema_minor", 0)
     try:
-        VERSION.check(major, minor)
+        reader = VERSION.reader(plain)
     except CodecError as error:
         raise ReportError(f"{name} {error}") from error
     try:
-        return VERSION.read(
-            Report, plain, major=major, minor=minor, on_note=lambda note: on_note(f"{name}: {note}")
-        )
+        report = reader.read(Report, plain)
     except CodecError as error:
         raise ReportError(f"{name}: {error}") from error
+    if reader.note is not None:
+        on_note(f"{name} {reader.note}")
+    return report
 
 
 def read(file: Path, on_note: Callable[[str], None] = lambda note: None) -> Report:
-    """Return a saved report; raise `ReportError` naming the file and what is wrong with it."""
+    """Return a saved report; raise `ReportError` naming the file and the problem. See `parse` for ``on_note``."""
     try:
         text = file.read_text("utf-8")
     except FileNotFoundError as error:

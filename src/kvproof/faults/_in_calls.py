@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from kvproof.contract.stages import Site, Stage
-from kvproof.faults import _carriers as carriers
+from kvproof.faults import _programs as carriers
 from kvproof.faults._base import Planting
-from kvproof.faults._carriers import Carrier
-from kvproof.faults._ground import Ground, few
 from kvproof.faults._kinds import CatalogueFault
+from kvproof.faults._places import PlantingSite, sample_layers
 from kvproof.faults._plantings import (
     InCalls,
-    PositionsGoOn,
+    StalePositions,
 )
+from kvproof.faults._programs import Carrier
 
 #: Where attention has read wrongly: its probabilities, or what it made of them where those are not shown.
 _READ = frozenset({Stage.ATTN_WEIGHTS, Stage.ATTN_MIX})
 
 
-def _whole(*stages: Stage) -> Callable[[Ground], list[None]]:
+def _whole(*stages: Stage) -> Callable[[PlantingSite], list[None]]:
     """Return a fault's one place, outside the layers, on subjects that show the stage there."""
     return lambda ground: [None] if all(Site(stage) in ground.shown for stage in stages) else []
 
@@ -44,7 +44,7 @@ def _fed(
     )
 
 
-def in_what_is_fed() -> Iterable[CatalogueFault]:
+def input_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in tokens and positions."""
     position = Stage.POSITION
     yield CatalogueFault(
@@ -100,7 +100,7 @@ def in_what_is_fed() -> Iterable[CatalogueFault]:
         stages=frozenset({position}),
         carrier=carriers.rollback,
         layers=_whole(position),
-        plant=lambda place: PositionsGoOn(),
+        plant=lambda place: StalePositions(),
     )
 
 
@@ -115,7 +115,7 @@ def _masked(
     classes: tuple[str, ...],
     carrier: Carrier,
     change: Callable[[Tensor], Tensor],
-    layers: Callable[[Ground], Iterable[int | None]] | None = None,
+    layers: Callable[[PlantingSite], Iterable[int | None]] | None = None,
     *,
     late: bool = False,
 ) -> CatalogueFault:
@@ -133,7 +133,7 @@ def _masked(
     )
 
 
-def in_masks() -> Iterable[CatalogueFault]:
+def mask_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in what may be read."""
     yield _masked(
         "mask-hides-newest",
@@ -240,7 +240,7 @@ def _hidden_newest(weights: Tensor) -> Tensor:
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
-def in_values() -> Iterable[CatalogueFault]:
+def value_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in values that a call computes."""
     yield CatalogueFault(
         name="heads-out-of-order",
@@ -268,7 +268,7 @@ def in_values() -> Iterable[CatalogueFault]:
         classes=("path-parity",),
         stages=frozenset({Stage.MODULE, Stage.MLP_OUT}),
         carrier=carriers.steps,
-        layers=lambda ground: few(sorted(_last_parts(ground))),
+        layers=lambda ground: sample_layers(sorted(_last_parts(ground))),
         plant=lambda place: _scaling(_last_parts(place.ground)[place.number], 0.0),
     )
 
@@ -280,12 +280,12 @@ def _scaling(at: Site | None, factor: float) -> Planting:
     )
 
 
-def _rotary(ground: Ground) -> Site | None:
+def _rotary(ground: PlantingSite) -> Site | None:
     modules = (site for site in ground.shown if site.module is not None and site.layer is None)
     return next((site for site in modules if "rotary" in str(site.module)), None)
 
 
-def _last_parts(ground: Ground) -> dict[int, Site]:
+def _last_parts(ground: PlantingSite) -> dict[int, Site]:
     """Return, for each layer, the last of its own parts that is no norm and no dropout."""
     found: dict[int, Site] = {}
     for site in ground.shown:

@@ -11,13 +11,13 @@ from kvproof.scenarios import Ability
 from kvproof.subjects import Subject
 
 #: Of more layers, the first, the middle one and the last are broken.
-_FEW_LAYERS = 4
+MAX_LAYERS = 4
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class PlantingSite:
     """What one single-token step on a warm cache showed and left behind."""
 
     subject: Subject
@@ -30,15 +30,17 @@ class Ground:
     def layers(self, *names: str) -> list[int]:
         """Return the layers to break that keep tensors of all these names."""
         found = [i for i, tensors in enumerate(self.kept) if all(name in tensors for name in names)]
-        return few(found)
+        return sample_layers(found)
 
     def keeping(self) -> list[int]:
         """Return the layers to break, of those that keep anything."""
-        return few([i for i, tensors in enumerate(self.kept) if tensors])
+        return sample_layers([i for i, tensors in enumerate(self.kept) if tensors])
 
     def showing(self, stage: Stage) -> list[int]:
         """Return the layers to break that show a stage."""
-        return few(sorted({site.layer for site in self.shown if site.stage is stage and site.layer is not None}))
+        return sample_layers(
+            sorted({site.layer for site in self.shown if site.stage is stage and site.layer is not None})
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Place:
 
     layer: int | None
     position: int  #: how many tokens the prompt holds
-    ground: Ground
+    ground: PlantingSite
 
     @property
     def number(self) -> int:
@@ -56,14 +58,14 @@ class Place:
         return self.layer
 
 
-def few(layers: Sequence[int]) -> list[int]:
+def sample_layers(layers: Sequence[int]) -> list[int]:
     """Return all of a few layers; of more, the first, the middle one and the last."""
-    if len(layers) <= _FEW_LAYERS:
+    if len(layers) <= MAX_LAYERS:
         return list(layers)
     return [layers[0], layers[len(layers) // 2], layers[-1]]
 
 
-def survey(subject: Subject, sequence: tuple[int, ...], other: tuple[int, ...]) -> Ground:
+def probe(subject: Subject, sequence: tuple[int, ...], other: tuple[int, ...]) -> PlantingSite:
     """Feed a sequence to a session and note what its last step shows and leaves behind."""
     recorder = Recorder()
     session = subject.session(tap=recorder)
@@ -76,7 +78,7 @@ def survey(subject: Subject, sequence: tuple[int, ...], other: tuple[int, ...]) 
         tensors = session.cache_tensors()
         kept = tuple({name: tuple(value.shape) for name, value in layer.items()} for layer in tensors)
     windowed = {i for i, layer in enumerate(kept) if _num_slots(layer) < len(sequence)}
-    return Ground(
+    return PlantingSite(
         subject=subject, sequence=sequence, other=other, shown=shown, kept=kept, windowed=frozenset(windowed)
     )
 
@@ -85,7 +87,7 @@ def _num_slots(layer: dict[str, Shape]) -> int:
     return layer["k"][2] if len(layer.get("k", ())) == 4 else 2**62
 
 
-def growing(ground: Ground) -> list[int]:
+def appending_layers(ground: PlantingSite) -> list[int]:
     """Return the layers whose entries grow with the tokens: faults in their number break all of them alike."""
     layers = (n for n, tensors in enumerate(ground.kept) if "k" in tensors and "v" in tensors)
     return [layer for layer in layers if layer not in ground.windowed]

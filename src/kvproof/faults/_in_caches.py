@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from kvproof.contract.stages import Stage
-from kvproof.faults import _carriers as carriers
+from kvproof.faults import _programs as carriers
 from kvproof.faults._base import Planting
-from kvproof.faults._carriers import Carrier
-from kvproof.faults._ground import Ground, Place, few, growing, newest
 from kvproof.faults._kinds import CatalogueFault
+from kvproof.faults._places import Place, PlantingSite, appending_layers, newest, sample_layers
 from kvproof.faults._plantings import (
+    EditOnce,
     KeepsTail,
-    Kept,
     Layers,
     Leaking,
-    LeftBehind,
     NotUpdated,
+    SkipReorder,
     SurvivesReset,
 )
+from kvproof.faults._programs import Carrier
 from kvproof.subjects import Session
 
 _ENTRIES = frozenset({Stage.CACHE_K, Stage.CACHE_V})
@@ -33,7 +33,7 @@ def _kept(
     classes: tuple[str, ...],
     stages: frozenset[Stage],
     change: Callable[[dict[str, Tensor], Place], dict[str, Tensor]],
-    layers: Callable[[Ground], Iterable[int | None]] = lambda ground: ground.layers("k", "v"),
+    layers: Callable[[PlantingSite], Iterable[int | None]] = lambda ground: ground.layers("k", "v"),
     carrier: Carrier = carriers.steps,
     *,
     mixes: bool = False,
@@ -46,7 +46,7 @@ def _kept(
         stages=stages,
         carrier=carrier,
         layers=layers,
-        plant=lambda place: Kept(place.position, lambda all_layers, _: _replace(all_layers, place, change)),
+        plant=lambda place: EditOnce(place.position, lambda all_layers, _: _replace(all_layers, place, change)),
         keeps=True,
         mixes=mixes,
     )
@@ -70,7 +70,7 @@ def _appended(
     """Return a fault in how many entries the layers keep after the prompt."""
 
     def change_all(layers: Layers, place: Place) -> None:
-        for number in growing(place.ground):
+        for number in appending_layers(place.ground):
             layers[number].update({tensor: change(layers[number][tensor]) for tensor in ("k", "v")})
 
     return CatalogueFault(
@@ -79,13 +79,13 @@ def _appended(
         classes=classes,
         stages=_LENGTH,
         carrier=carriers.steps,
-        layers=lambda ground: [None] if growing(ground) else [],
-        plant=lambda place: Kept(place.position, lambda layers, _: change_all(layers, place)),
+        layers=lambda ground: [None] if appending_layers(ground) else [],
+        plant=lambda place: EditOnce(place.position, lambda layers, _: change_all(layers, place)),
         keeps=True,
     )
 
 
-def in_lengths() -> Iterable[CatalogueFault]:
+def length_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in how many entries are kept."""
     append = ("append-integrity",)
     yield _appended(
@@ -114,7 +114,7 @@ def in_lengths() -> Iterable[CatalogueFault]:
     )
 
 
-def in_entries() -> Iterable[CatalogueFault]:
+def entry_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in keys and values."""
     yield _kept(
         "stale-slot",
@@ -158,7 +158,7 @@ def in_entries() -> Iterable[CatalogueFault]:
     )
 
 
-def from_elsewhere() -> Iterable[CatalogueFault]:
+def foreign_entry_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in which entries are another layer's, prompt's or position's."""
     yield CatalogueFault(
         name="another-layers-cache",
@@ -166,8 +166,10 @@ def from_elsewhere() -> Iterable[CatalogueFault]:
         classes=("wrong-tensor-or-layer",),
         stages=_ENTRIES,
         carrier=carriers.steps,
-        layers=lambda ground: few([n for n in range(len(ground.kept)) if _earlier(ground, n) is not None]),
-        plant=lambda place: Kept(place.position, lambda layers, _: _from_earlier(layers, place)),
+        layers=lambda ground: sample_layers(
+            [n for n in range(len(ground.kept)) if _earlier(ground, n) is not None]
+        ),
+        plant=lambda place: EditOnce(place.position, lambda layers, _: _from_earlier(layers, place)),
         keeps=True,
     )
     yield CatalogueFault(
@@ -177,7 +179,9 @@ def from_elsewhere() -> Iterable[CatalogueFault]:
         stages=_ENTRIES,
         carrier=carriers.steps,
         layers=lambda ground: ground.layers("k", "v"),
-        plant=lambda place: Kept(place.position, lambda layers, session: _other_prefix(layers, session, place)),
+        plant=lambda place: EditOnce(
+            place.position, lambda layers, session: _other_prefix(layers, session, place)
+        ),
         keeps=True,
         mixes=True,
     )
@@ -188,7 +192,9 @@ def from_elsewhere() -> Iterable[CatalogueFault]:
         stages=_ENTRIES,
         carrier=carriers.steps,
         layers=lambda ground: ground.layers("k", "v")[:1] if ground.kept and "k" in ground.kept[0] else [],
-        plant=lambda place: Kept(place.position, lambda layers, session: _not_rotated(layers, session, place)),
+        plant=lambda place: EditOnce(
+            place.position, lambda layers, session: _not_rotated(layers, session, place)
+        ),
         keeps=True,
     )
 
@@ -198,7 +204,11 @@ def _in_four_bits(value: Tensor) -> Tensor:
     return (value / unit).round() * unit
 
 
-def _earlier(ground: Ground, layer: int) -> int | None:
+def _has_earlier(ground: PlantingSite, layer: int) -> bool:
+    return _earlier(ground, layer) is not None
+
+
+def _earlier(ground: PlantingSite, layer: int) -> int | None:
     """Return the nearest earlier layer that keeps keys and values of the same shapes."""
     own = ground.kept[layer]
     if "k" not in own or "v" not in own:
@@ -246,7 +256,7 @@ def _not_updated(name: str, what: str, tensor: str) -> CatalogueFault:
     )
 
 
-def in_states() -> Iterable[CatalogueFault]:
+def state_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in recurrent states."""
     recurrent = ("recurrent-state",)
     yield _not_updated("state-not-updated", "the recurrent state", "state")
@@ -290,7 +300,7 @@ def _carried_out(
     plant: Callable[[Place], Planting],
     *,
     stages: frozenset[Stage] = _ENTRIES | _MODULE | _LENGTH,
-    layers: Callable[[Ground], Iterable[int | None]] = Ground.keeping,
+    layers: Callable[[PlantingSite], Iterable[int | None]] = PlantingSite.keeping,
 ) -> CatalogueFault:
     """Return a fault in an operation on what is kept."""
     return CatalogueFault(
@@ -302,18 +312,18 @@ def _carried_out(
         layers=layers,
         plant=plant,
         keeps=True,
-        mixes=layers is Ground.keeping,
+        mixes=layers is PlantingSite.keeping,
     )
 
 
-def in_operations() -> Iterable[CatalogueFault]:
+def operation_faults() -> Iterable[CatalogueFault]:
     """Yield the faults in how operations are carried out."""
     yield _carried_out(
         "rows-not-reordered",
         "a layer's rows stay where they are when rows are reordered",
         ("beam-reorder",),
         carriers.beams,
-        LeftBehind,
+        SkipReorder,
     )
     yield _carried_out(
         "tail-survives-crop",
@@ -322,7 +332,7 @@ def in_operations() -> Iterable[CatalogueFault]:
         carriers.rollback,
         KeepsTail,
         stages=_LENGTH,
-        layers=lambda ground: [None] if growing(ground) else [],
+        layers=lambda ground: [None] if appending_layers(ground) else [],
     )
     yield _carried_out(
         "cache-survives-reset",
@@ -331,7 +341,7 @@ def in_operations() -> Iterable[CatalogueFault]:
         carriers.reuse,
         SurvivesReset,
         stages=_LENGTH | _MODULE,
-        layers=lambda ground: [None] if growing(ground) or ground.layers("state") else [],
+        layers=lambda ground: [None] if appending_layers(ground) or ground.layers("state") else [],
     )
     yield _carried_out(
         "prefix-by-reference",

@@ -5,7 +5,6 @@ What they do to a cache they do to what attention reads of it, at every call aga
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvproof._numerics.taps import token_axis
 from kvproof.contract.stages import IN_LAYER, OVER_SLOTS, Site, Stage
 from kvproof.errors import UsageError
-from kvproof.faults._base import Fault, MakeTap
+from kvproof.faults._base import Fault, Planting
 
 
 class _FaultTap(ABC):
@@ -47,9 +46,9 @@ class _Change(_FaultTap):
         return self.function(value, self.start) if site in self.sites else value
 
 
-def _changing(*sites: Site, by: Callable[[Tensor, int], Tensor]) -> Callable[[], MakeTap]:
+def _changing(*sites: Site, by: Callable[[Tensor, int], Tensor]) -> Callable[[], Planting]:
     """Return a planting in which ``by(value, start)`` replaces the value at each of ``sites``."""
-    return lambda: lambda: _Change(frozenset(sites), by)
+    return lambda: Planting(lambda: _Change(frozenset(sites), by))
 
 
 def _cache_sites(layer: int) -> tuple[Site, Site]:
@@ -99,7 +98,7 @@ def wrong_layer(layer: int = 1, source: int = 0) -> Fault:
         name="wrong-layer",
         breaks=f"layer {layer} reads layer {source}'s cache",
         first_stage=Stage.CACHE_K,
-        plant=lambda: lambda: _OtherLayer(layer, source),
+        plant=lambda: Planting(lambda: _OtherLayer(layer, source)),
     )
 
 
@@ -158,7 +157,7 @@ def swapped_keys_and_values(layer: int = 0) -> Fault:
         name="swapped-kv",
         breaks=f"layer {layer} stores keys as values",
         first_stage=Stage.CACHE_K,
-        plant=lambda: lambda: _Swapped(layer),
+        plant=lambda: Planting(lambda: _Swapped(layer)),
     )
 
 
@@ -241,7 +240,7 @@ def token_fed_twice(position: int = 1) -> Fault:
         name="token-fed-twice",
         breaks=f"position {position} is given the token before it",
         first_stage=Stage.TOKEN,
-        plant=lambda: lambda: _LastTokenAgain(position),
+        plant=lambda: Planting(lambda: _LastTokenAgain(position)),
     )
 
 
@@ -266,9 +265,9 @@ class _Shared(_FaultTap):
 def shared_between_requests(layer: int = 0) -> Fault:
     """Let a layer read what another request wrote last."""
 
-    def plant() -> MakeTap:
+    def plant() -> Planting:
         store: dict[Stage, tuple[_Shared, Tensor]] = {}
-        return lambda: _Shared(layer, store)
+        return Planting(lambda: _Shared(layer, store))
 
     return Fault(
         name="shared-between-requests",
@@ -280,8 +279,6 @@ def shared_between_requests(layer: int = 0) -> Fault:
 
 class _Disturbed(_FaultTap):
     """Changes one token's value at a site: one component of a float value, the index of an integer."""
-
-    amount: ClassVar[float] = 0.5
 
     def __init__(self, changes: dict[Site, float], position: int) -> None:
         super().__init__()
@@ -314,7 +311,7 @@ def disturbed(stage: Stage, layer: int | None = None, position: int = 1, amount:
         name=f"disturbed-{stage.value}",
         breaks=f"{site} of position {position} is off by {amount:g} in one component",
         first_stage=stage,
-        plant=lambda: lambda: _Disturbed({site: amount}, position),
+        plant=lambda: Planting(lambda: _Disturbed({site: amount}, position)),
     )
 
 
@@ -325,9 +322,5 @@ def cancelling_pair(layer: int = 1, position: int = 1, amount: float = 0.5) -> F
         name="cancelling-pair",
         breaks=f"layer {layer}'s MLP output is wrong and its residual hides it",
         first_stage=Stage.MLP_OUT,
-        plant=lambda: lambda: _Disturbed(changes, position),
+        plant=lambda: Planting(lambda: _Disturbed(changes, position)),
     )
-
-
-#: The two deliberate failures of the acceptance gate (spec R13).
-SEED_FAULTS = (wrong_position, wrong_layer)
