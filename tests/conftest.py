@@ -1,5 +1,7 @@
 """Shapes are checked while the tests run; the trained checkpoint is made once."""
 
+import os
+
 from jaxtyping import install_import_hook
 from transformers import GenerationMixin  # noqa: F401  # what hooked modules import is compiled in every process
 
@@ -19,7 +21,7 @@ from kvproof._engine.verdict_rules import judge  # noqa: E402
 from kvproof.reference import Checkpoint, train  # noqa: E402
 from kvproof.subjects import ReferenceSubject  # noqa: E402
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # more round otherwise: tools/processors.py
 # A tiny model's speed hangs on what else the machine does; examples are chosen the same way each time.
 settings.register_profile("kvproof", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("kvproof")

@@ -47,7 +47,7 @@ def run(pytester: pytest.Pytester, test: str, *options: str) -> pytest.RunResult
     return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
 
 
-@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_a_decoder_that_passes_passes(pytester: pytest.Pytester, options: list[str]):
     result = run(pytester, PASSING, *options)
     result.assert_outcomes(passed=1)
@@ -55,7 +55,7 @@ def test_a_decoder_that_passes_passes(pytester: pytest.Pytester, options: list[s
 
 
 @pytest.mark.parametrize("ci", [None, "true"], ids=["at a terminal", "in CI"])
-@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
 def test_a_failure_is_the_finding_and_its_report_is_kept(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: list[str], ci: str | None
 ):
