@@ -10,7 +10,7 @@ import pytest
 
 from kvproof._generation.requests import generate
 from kvproof._reference_system.milestone import milestone
-from kvproof._system.machine import one_thread
+from kvproof._system.machine import use_one_thread
 from kvproof.contract.ledger import ledger_lines
 from kvproof.contract.report import Report
 from kvproof.policies import Greedy, Policy, Sample, Stops
@@ -106,7 +106,7 @@ def ledgers(checkpoint: Checkpoint) -> dict[str, str]:
     subject = ReferenceSubject(checkpoint)
     texts = {}
     for name, (policy, stops, path) in PLANS.items():
-        with one_thread():  # as the command records them, whatever these tests run with
+        with use_one_thread():  # as the command records them, whatever these tests run with
             made = generate(subject, (BOS_ID,), policy, stops, path=path)
         texts[name] = "".join(f"{line}\n" for line in ledger_lines(made))
         assert json.loads(texts[name].splitlines()[-1])["kind"] == "end"

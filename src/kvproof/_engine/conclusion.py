@@ -29,7 +29,7 @@ def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: 
         return f"Could not decide: {text}, but {certificate.problem}."
     if not compared:
         reason = next((result.reason for result in results if result.reason), "no scenario gave a row")
-        return f"Could not decide: no prefix could be compared: {reason}."
+        return f"Could not decide: no prefix could be compared: {reason.splitlines()[0].rstrip('.')}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
     return f"Could not decide: {text}, verdict {verdict.value}{look}."
 

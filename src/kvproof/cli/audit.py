@@ -57,11 +57,13 @@ class AuditOptions:
 
 @click.command()
 @click.argument("target", required=False)
-@click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
+@click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens per sequence.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and tokens."
+)
 @loading_options
 @click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
-@click.option("--prompt-file", type=FILE, help="The same, from a UTF-8 file.")
+@click.option("--prompt-file", type=FILE, help="Read that text from a UTF-8 file.")
 @click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
 @click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
@@ -71,7 +73,7 @@ class AuditOptions:
     type=click.IntRange(0, 10_000),
     default=0,
     show_default=True,
-    help="Random programs, drawn by the seed, besides the catalogue: the scenario 'random programs'.",
+    help="Number of random programs, drawn by the seed, to run besides the catalogue.",
 )
 @click.option("--list", "as_list", is_flag=True, help="List the scenarios and what each exposes.")
 @click.option(
@@ -79,19 +81,19 @@ class AuditOptions:
     type=click.Choice(["one-pass", "literal"]),
     default="one-pass",
     show_default=True,
-    help="How uncached rows are computed: in one pass after a proof of causality, or each prefix on its own.",
+    help="How to compute uncached rows: in one pass, after proving causality, or each prefix on its own.",
 )
 @click.option(
     "--certificate/--no-certificate",
     default=True,
     show_default=True,
-    help="Plant deliberate faults after a pass, to show that this audit can fail.",
+    help="After a pass, plant deliberate faults to prove that this audit can fail.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Processes at a time, of one thread each. Default: as many as torch uses threads, for a model of "
-    "transformers on the CPU of a Linux machine; 1 for a random: one, and otherwise.",
+    help="Number of processes, of one thread each. Default: torch's number of threads for a transformers model "
+    "on the CPU under Linux, else 1; 1 for random:TYPE too.",
 )
 @click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
 @click.option("--baseline", type=FILE, help="Fail only on what got worse than in this report.json.")
@@ -99,7 +101,7 @@ class AuditOptions:
     "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json and report.html here."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
+@click.option("--quiet", is_flag=True, help="Print only the verdict; no progress bar.")
 def audit(target: str | None, loading: Loading, **given: Any) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 

@@ -100,8 +100,8 @@ def generate(target: str | None, loading: Loading, weights_seed: int, **given: A
     """Generate from TARGET, which is what `kvproof audit` takes, and keep a record that can be replayed.
 
     Tokens appear as they come. Each step computes its row both ways, so that the record says whether rounding
-    could have changed its choice; --no-margins leaves that out. Ctrl-C ends with what is there, marked. Exits
-    with 0; with --compare, with the verdict on where the texts part.
+    could have changed its choice; --no-margins leaves that out. Ctrl-C stops it; the record keeps what was done
+    and says so. Exits with 0; with --compare, with the verdict on where the texts differ.
     """
     if target is None and loading.config is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")

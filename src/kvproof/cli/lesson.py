@@ -11,6 +11,7 @@ from kvproof.cli.options import FILE
 from kvproof.cli.outputs import print_report, print_text, save_checkpoint, write_milestone, write_outputs
 from kvproof.cli.progress import Progress, show_progress
 from kvproof.contract.milestone import SWITCHES
+from kvproof.errors import OutputError
 
 if TYPE_CHECKING:
     from kvproof.reference import Checkpoint
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     help="Write report.json and report.html, the generation ledgers and the checkpoint into this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
+@click.option("--quiet", is_flag=True, help="Print only the verdict; no progress bar.")
 @click.option(
     "--without",
     multiple=True,
@@ -63,7 +64,7 @@ def milestone(
 @click.command()
 @click.option("--out", type=FILE, help="Write the page to FILE and open nothing.")
 @click.option("--checkpoint", type=FILE, help="Load the weights from FILE instead of training them.")
-@click.option("--quiet", is_flag=True, help="Show no progress.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
 def lesson(out: Path | None, checkpoint: Path | None, quiet: bool) -> None:
     """Open the interactive lesson: the reference decoder, token by token.
 
@@ -77,21 +78,27 @@ def lesson(out: Path | None, checkpoint: Path | None, quiet: bool) -> None:
         from kvproof.render.lesson import render
 
         page = render(walk(weights, progress.stage)).encode()
-    from kvproof._system.files import write_whole
-
     if out is not None:
+        from kvproof._system.files import write_whole
+
         sys.exit(write_outputs([lambda: write_whole(out, page)], 0))
+    sys.exit(write_outputs([lambda: _show(page)], 0))
+
+
+def _show(page: bytes) -> None:
+    """Write a page where it stays, and open it; say where it is, for nothing may open."""
     import tempfile
     import webbrowser
 
-    file = Path(tempfile.mkdtemp(prefix="kvproof-")) / "lesson.html"
+    from kvproof._system.files import write_whole
 
-    def show() -> None:
-        write_whole(file, page)
-        opened = webbrowser.open(file.as_uri())
-        print_text(f"The lesson: {file}\n" if opened else f"The lesson: {file} (open it in a browser)\n")
-
-    sys.exit(write_outputs([show], 0))
+    try:
+        file = Path(tempfile.mkdtemp(prefix="kvproof-")) / "lesson.html"
+    except OSError as error:
+        raise OutputError(f"cannot make a temporary folder for the lesson: {error.strerror}") from error
+    write_whole(file, page)
+    opened = webbrowser.open(file.as_uri())
+    print_text(f"The lesson: {file}\n" if opened else f"The lesson: {file} (open it in a browser)\n")
 
 
 def train_checkpoint(progress: Progress, seed: int | None = None) -> "Checkpoint":

@@ -48,9 +48,9 @@ class Loading:
 
 
 _NETWORK = click.option(
-    "--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached."
+    "--download", "network", is_flag=True, help="Download org/name from the hub if it is not cached."
 )
-_REMOTE_CODE = click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+_REMOTE_CODE = click.option("--trust-remote-code", is_flag=True, help="Allow the model's own code to run.")
 _LOADING = (
     click.option(
         "--dtype", type=click.Choice(DTYPES), help="Declared dtype. Default: float32, or the factory's own."

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from kvproof.contract.stages import Stage
-from kvproof.faults import _programs as carriers
+from kvproof.faults import _carriers as carriers
 from kvproof.faults._base import Planting
+from kvproof.faults._carriers import Carrier
 from kvproof.faults._kinds import CatalogueFault
 from kvproof.faults._places import Place, PlantingSite, appending_layers, newest, sample_layers
 from kvproof.faults._plantings import (
@@ -19,7 +20,6 @@ from kvproof.faults._plantings import (
     SkipReorder,
     SurvivesReset,
 )
-from kvproof.faults._programs import Carrier
 from kvproof.subjects import Session
 
 _ENTRIES = frozenset({Stage.CACHE_K, Stage.CACHE_V})
@@ -202,10 +202,6 @@ def foreign_entry_faults() -> Iterable[CatalogueFault]:
 def _in_four_bits(value: Tensor) -> Tensor:
     unit = (value.abs().amax(dim=-1, keepdim=True) / 7).clamp(min=torch.finfo(value.dtype).tiny)
     return (value / unit).round() * unit
-
-
-def _has_earlier(ground: PlantingSite, layer: int) -> bool:
-    return _earlier(ground, layer) is not None
 
 
 def _earlier(ground: PlantingSite, layer: int) -> int | None:

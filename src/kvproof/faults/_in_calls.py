@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from kvproof.contract.stages import Site, Stage
-from kvproof.faults import _programs as carriers
+from kvproof.faults import _carriers as carriers
 from kvproof.faults._base import Planting
+from kvproof.faults._carriers import Carrier
 from kvproof.faults._kinds import CatalogueFault
 from kvproof.faults._places import PlantingSite, sample_layers
 from kvproof.faults._plantings import (
     InCalls,
     StalePositions,
 )
-from kvproof.faults._programs import Carrier
 
 #: Where attention has read wrongly: its probabilities, or what it made of them where those are not shown.
 _READ = frozenset({Stage.ATTN_WEIGHTS, Stage.ATTN_MIX})

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvproof.contract.stages import Stage
 from kvproof.faults._base import Planting
+from kvproof.faults._carriers import SEEN_BY, Carrier
 from kvproof.faults._places import Place, PlantingSite
-from kvproof.faults._programs import SEEN_BY, Carrier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvproof.faults import _programs as carriers
+from kvproof.faults import _carriers as carriers
 from kvproof.faults._base import Planting
 from kvproof.faults._places import Place, PlantingSite
 from kvproof.faults._plantings import EditOnce, Layers
