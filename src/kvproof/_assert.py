@@ -1,30 +1,54 @@
-"""An audit as an assertion: it passes in silence, or its message is the finding."""
+"""An audit as an assertion: it passes silently, or its message is the finding."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypedDict, Unpack
 
 from kvproof._engine.audit import audit
+from kvproof._engine.uncached_rows import Reference
 from kvproof.contract.report import Report
+from kvproof.contract.results import Tolerance
 from kvproof.contract.sentences import brief
+from kvproof.faults import Fault
 from kvproof.scenarios import Scenario
 
 
+class AuditKeywords(TypedDict, total=False):
+    """The keyword arguments of `audit`; a test compares the two."""
+
+    length: int
+    seed: int
+    faults: Iterable[Fault]
+    tolerance: Tolerance | None
+    reference: Reference
+    top_rung: bool
+    all_values: bool
+    certificate: bool | None
+    spread: bool
+    fail_fast: bool
+    keep_partial: bool
+    jobs: int | None
+    on_scenario: Callable[[str], None]
+
+
 class MismatchError(AssertionError):
-    """The audit did not pass; ``report`` says all of it, and the message what led to that."""
+    """An audit did not pass. ``report`` is the whole report, and the message is the finding."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(brief(report))
         self.report = report
 
 
-def assert_match(decoder: object, scenarios: Iterable[Scenario | str] | None = None, **options: Any) -> Report:
-    """Return the report of an audit that passes; raise `MismatchError`, an `AssertionError`, for any other.
+def assert_match(
+    decoder: object, scenarios: Iterable[Scenario | str] | None = None, **keywords: Unpack[AuditKeywords]
+) -> Report:
+    """Audit a decoder and return the report; raise `MismatchError`, an `AssertionError`, unless the audit passes.
 
-    Takes what `audit` takes. Values on the way are compared only where logits diverge, unless ``all_values`` says
-    otherwise. What the decoder lacks the ability for is not checked, and no failure; where nothing was checked at
-    all, that is one.
+    Takes the arguments of `audit`. Intermediate values are compared only where logits diverge, unless you set
+    ``all_values``. Scenarios that the decoder cannot run are not checked, which is not a failure; an audit that
+    checks nothing at all is one.
     """
-    report = audit(decoder, scenarios, **{"all_values": False, **options})
+    keywords.setdefault("all_values", False)
+    report = audit(decoder, scenarios, **keywords)
     if not report.verdict.passes:
         raise MismatchError(report)
     return report

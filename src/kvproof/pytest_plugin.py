@@ -1,18 +1,19 @@
-"""The pytest plugin: kvproof's verdict as a test, with a fixture, one line a scenario, and reports of failures.
+"""The pytest plugin: kvproof's verdict as a test, one test per scenario, and the reports of failed tests.
 
-A test asks for the fixture ``kvproof`` and calls ``kvproof.assert_match(decoder)``. One that asks for
-``kvproof_scenario`` too runs once for each scenario of the catalogue, or for those that its marker
-``@pytest.mark.kvproof_scenarios("token-by-token", ...)`` names. Collecting loads no torch.
+A test that uses the fixture ``kvproof`` calls ``kvproof.assert_match(decoder)``. A test that also uses
+``kvproof_scenario`` runs once for each scenario of the catalogue, or for each one that its marker
+``@pytest.mark.kvproof_scenarios("token-by-token", ...)`` names. Collecting tests does not import torch.
 """
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import pytest
 
 if TYPE_CHECKING:
+    from kvproof._assert import AuditKeywords
     from kvproof.contract.report import Report
     from kvproof.scenarios import Scenario
 
@@ -21,20 +22,20 @@ _NAME = "kvproof_scenario"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what pyproject.toml may say."""
-    parser.addini("kvproof_report_dir", "where reports of failed tests are kept", default="kvproof-reports")
-    parser.addini("kvproof_length", "tokens in a sequence of the catalogue", default="28")
-    parser.addini("kvproof_seed", "draws the tokens", default="0")
+    """Declare the settings that pyproject.toml can hold."""
+    parser.addini("kvproof_report_dir", "folder for the reports of failed tests", default="kvproof-reports")
+    parser.addini("kvproof_length", "number of tokens per sequence of the catalogue", default="28")
+    parser.addini("kvproof_seed", "seed for the tokens", default="0")
     parser.addini("kvproof_certificate", "plant faults after each pass", type="bool", default=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
-    config.addinivalue_line("markers", f"{_MARKER}(*names): the scenarios that {_NAME} runs through")
+    config.addinivalue_line("markers", f"{_MARKER}(*names): the scenarios that {_NAME} takes")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for a scenario once for each."""
+    """Run a test that uses a scenario once for each scenario."""
     if _NAME not in metafunc.fixturenames:
         return
     from kvproof.scenarios import catalogue
@@ -50,25 +51,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Kvproof:
-    """What the fixture gives: audits with the options of pyproject.toml, kept where they fail."""
+    """What the fixture returns: it audits with the settings of pyproject.toml, and keeps reports of failures."""
 
     def __init__(self, node: pytest.Item) -> None:
         self._node = node
         config = node.config
         self._folder = config.rootpath / str(config.getini("kvproof_report_dir"))
-        self._options = {
-            "length": _integer(config, "kvproof_length"),
-            "seed": _integer(config, "kvproof_seed"),
+        self._settings: AuditKeywords = {
+            "length": _read_integer(config, "kvproof_length"),
+            "seed": _read_integer(config, "kvproof_seed"),
             "certificate": bool(config.getini("kvproof_certificate")),
         }
 
     def assert_match(
-        self, decoder: object, scenarios: "str | Iterable[Scenario | str] | None" = None, **options: Any
+        self,
+        decoder: object,
+        scenarios: "str | Iterable[Scenario | str] | None" = None,
+        **keywords: "Unpack[AuditKeywords]",
     ) -> "Report":
-        """Audit a decoder and return the report; fail the test with the finding, and keep the report.
+        """Audit a decoder and return the report; if it does not pass, fail the test and keep the report.
 
-        Takes what `kvproof.assert_match` takes, and the name of one scenario. Where the decoder lacks the ability
-        for all that was asked, the test is skipped, and says why.
+        Takes the arguments of `kvproof.assert_match`, and also the name of a single scenario. If the decoder can
+        run none of the scenarios, the test is skipped and says why.
         """
         __tracebackhide__ = True
         from kvproof._assert import MismatchError
@@ -76,9 +80,10 @@ class Kvproof:
         from kvproof.contract.results import Verdict
 
         wanted = [scenarios] if isinstance(scenarios, str) else scenarios
+        settings: AuditKeywords = {**self._settings, **keywords}
         finding = None
         try:
-            report = run(decoder, wanted, **{**self._options, **options})
+            report = run(decoder, wanted, **settings)
         except MismatchError as error:
             report, finding = error.report, str(error)
         self._record(report)
@@ -86,11 +91,12 @@ class Kvproof:
             return report
         if report.verdict is Verdict.NOT_CHECKED:
             pytest.skip("; ".join(dict.fromkeys(s.reason for s in report.scenarios if s.reason)))
-        file = self._kept(report)
-        pytest.fail(f"{finding}\n\nThe whole report: {file}\n{_next(file, self._node.nodeid)}", pytrace=False)
+        file = self._keep_report(report)
+        next_steps = describe_next_steps(file, self._node.nodeid)
+        pytest.fail(f"{finding}\n\nThe whole report: {file}\n{next_steps}", pytrace=False)
 
     def _record(self, report: "Report") -> None:
-        """Say in pytest's own JUnit file what was found."""
+        """Add the result to pytest's own JUnit file."""
         self._node.user_properties += [
             ("kvproof_verdict", report.verdict.value),
             ("kvproof_subject", report.subject.name),
@@ -98,7 +104,8 @@ class Kvproof:
             ("kvproof_rows", sum(len(s.rows) for s in report.scenarios)),
         ]
 
-    def _kept(self, report: "Report") -> Path:
+    def _keep_report(self, report: "Report") -> Path:
+        """Write the report to the folder of reports; return its file."""
         from kvproof._system.files import write_whole
         from kvproof.render.json import render
 
@@ -112,15 +119,16 @@ class Kvproof:
 
 @pytest.fixture
 def kvproof(request: pytest.FixtureRequest) -> Kvproof:
-    """Audits whose failure is the finding: ``kvproof.assert_match(decoder)``."""
+    """Audit decoders with ``kvproof.assert_match(decoder)``; a failure shows the finding."""
     return Kvproof(request.node)
 
 
-def _next(file: Path, nodeid: str) -> str:
+def describe_next_steps(file: Path, nodeid: str) -> str:
+    """Return the commands that read a report and repeat its test."""
     return f"To read it: kvproof render {file} --to markdown\nTo repeat it: pytest '{nodeid}'"
 
 
-def _integer(config: pytest.Config, name: str) -> int:
+def _read_integer(config: pytest.Config, name: str) -> int:
     text = str(config.getini(name))
     try:
         return int(text)
