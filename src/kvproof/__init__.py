@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvproof._assert import AuditKeywords as AuditKeywords
     from kvproof._assert import MismatchError as MismatchError
     from kvproof._assert import assert_match as assert_match
     from kvproof._engine.audit import audit as audit
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvproof.subjects import Subject as Subject
 
 _HOME = {
+    "AuditKeywords": "kvproof._assert",
     "CacheWays": "kvproof.subjects",
     "CallableSubject": "kvproof.subjects",
     "Greedy": "kvproof.policies",

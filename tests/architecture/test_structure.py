@@ -15,6 +15,7 @@ SOURCE = Path(kvproof.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 PUBLIC = [
+    "AuditKeywords",
     "CacheWays",
     "CallableSubject",
     "Greedy",
