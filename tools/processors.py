@@ -77,7 +77,9 @@ def bits_under(environment: dict[str, str]) -> str:
 def run(environment: dict[str, str]) -> tuple[int, str]:
     """Run the tests in an environment; return their exit status and what came of them in one line."""
     start = perf_counter()
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *TESTS]
+    # Threads that find no free core spin, and make tensors this small up to a hundred times slower.
+    num_workers = max(1, (os.cpu_count() or 1) // int(environment["OMP_NUM_THREADS"]))
+    command = [sys.executable, "-m", "pytest", "-n", str(num_workers), "--dist", "loadgroup", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     last = next(
         (line for line in reversed(done.stdout.splitlines()) if re.search(r"\d+ (passed|failed)", line)), ""
