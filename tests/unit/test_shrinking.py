@@ -29,10 +29,10 @@ from kvproof.scenarios import (
     Reorder,
     Reset,
     Scenario,
+    drawable_kinds,
     is_legal,
     longest_sequences,
     random_programs,
-    usable,
 )
 from kvproof.subjects import Subject, limits_of
 from kvproof.subjects._base import Opening
@@ -85,8 +85,8 @@ def test_every_kind_of_operation_and_cache_is_drawn():
 def test_what_a_subject_is_not_able_to_do_is_never_drawn(ability: Ability, kind: type):
     without = replace(LIMITS, abilities=LIMITS.abilities - {ability})
     assert kind not in {type(operation) for operation in drawn(without)}
-    assert kind.__name__.lower() in usable(LIMITS)
-    assert kind.__name__.lower() not in usable(without)
+    assert kind.__name__.lower() in drawable_kinds(LIMITS)
+    assert kind.__name__.lower() not in drawable_kinds(without)
 
 
 def test_a_subject_without_batches_gets_one_row():

@@ -43,7 +43,7 @@ from kvproof.contract.results import (
 )
 from kvproof.errors import SubjectError, UsageError
 from kvproof.faults import Fault, no_fault
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, drawable_kinds, longest_sequences
 from kvproof.subjects import Subject, as_subject, limits_of
 
 NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
@@ -336,7 +336,7 @@ class Auditor:
             yield f"{name} ran without the float64 rung, which raised: {reason}"
         made = self._learned.made
         if made:
-            kinds = ("row", *usable(limits_of(self.subject)))
+            kinds = ("row", *drawable_kinds(limits_of(self.subject)))
             listed = [f"{made[kind]} {kind}{'' if made[kind] == 1 else 's'}" for kind in kinds]
             text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
             none = [kind for kind in kinds if not made[kind]]

@@ -9,23 +9,8 @@ from torch import Tensor
 
 from kvproof._numerics.taps import Tap
 from kvproof.contract.stages import Site, Stage
-from kvproof.errors import ContextError, SubjectError
 from kvproof.faults import MakeTap, as_planting, no_fault
-from kvproof.scenarios import (
-    Claim,
-    Crop,
-    Extend,
-    Fork,
-    Generate,
-    Open,
-    Operation,
-    Poison,
-    Refused,
-    Reorder,
-    Reset,
-    Scenario,
-    capacity,
-)
+from kvproof.scenarios import Action, Claim, Extend, Fork, Generate, Open, Operation, Scenario, capacity
 from kvproof.subjects import Session, Subject
 
 
@@ -80,7 +65,7 @@ def run_program(
     session that has run the first operation, an `Extend`: the program goes on from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
-    for call in _Run(subject, scenario, make_tap, coverage).calls(prompted):
+    for call in _ProgramRun(subject, scenario, make_tap, coverage).calls(prompted):
         coverage.lengths.update(len(row.prefix) for row in call.rows)
         coverage.made["row"] += len(call.rows)
         yield call
@@ -99,13 +84,13 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
         )
         for offset in range(num_new)
         for batch_row, ids in enumerate(session.ids)
-        # What stands before a shorter row is padding.
+        # The columns before a shorter row hold padding.
         if offset >= num_new - (1 if operation.last_only else len(operation.ids[batch_row]))
     )
     return Call(rows=rows, tap=tap)
 
 
-class _Run:
+class _ProgramRun:
     """The sessions of one run of a scenario, with the tap of each."""
 
     def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, coverage: Coverage) -> None:
@@ -117,26 +102,26 @@ class _Run:
         self.sessions: list[tuple[Session, Tap]] = []
 
     def calls(self, prompted: Session | None) -> Iterator[Call]:
-        """Run the operations and yield what gave rows."""
+        """Run the operations and yield each call that gives rows."""
         operations = self.scenario.operations
         if prompted is not None:
-            self._go_on_from(prompted)
+            self._start_from(prompted)
             operations = operations[1:]
         elif any(not isinstance(operation, Generate) for operation in operations):
             self._open(self.scenario.batch)
         for operation in operations:
-            match operation:
-                case Extend(session=index):
-                    session, tap = self.sessions[index]
-                    call = _extend(session, operation, tap)
-                    self.planting.after_call(session)
-                    self.made["extend"] += 1
-                    yield call
-                case Generate():
-                    yield from self._generate(operation)
-                case _:
-                    self._apply(operation)
-                    self.made[type(operation).__name__.lower()] += 1
+            if isinstance(operation, Generate):
+                yield from self._generate(operation)
+                continue
+            if isinstance(operation, Extend):
+                session, tap = self.sessions[operation.session]
+                call = _extend(session, operation, tap)
+                self.planting.after_call(session)
+                self.made[operation.kind()] += 1
+                yield call
+            else:
+                self._apply(operation)
+                self.made[operation.kind()] += 1
 
     def _open(self, batch: int) -> None:
         tap = self.planting()
@@ -150,8 +135,8 @@ class _Run:
         )
         self.sessions.append((session, tap))
 
-    def _go_on_from(self, prompted: Session) -> None:
-        """Fork a session in place of the first one; its tap is shown the tokens that it has not seen."""
+    def _start_from(self, prompted: Session) -> None:
+        """Fork a session to be the first one, and show its tap the tokens that it has not seen."""
         tap = self.planting()
         session = prompted.fork(tap=tap)
         longest = max(map(len, session.ids))
@@ -160,33 +145,17 @@ class _Run:
         self.planting.after_call(session)
 
     def _apply(self, operation: Operation) -> None:
+        """Carry out an operation that gives no rows."""
         match operation:
             case Open(batch=batch):
                 self._open(batch)
             case Fork(session=index):
                 tap = self.planting()
                 self.sessions.append((self.planting.fork(self.sessions[index][0], tap), tap))
-            case Crop(session=index, length=length):
-                self.planting.crop(self.sessions[index][0], length)
-            case Reorder(session=index, rows=rows):
-                self.planting.reorder(self.sessions[index][0], rows)
-            case Reset(session=index):
-                self.planting.reset(self.sessions[index][0])
-            case Poison(session=index):
-                self.counts[Claim.POISONED] += self.sessions[index][0].poison()
-            case Refused(session=index, ids=ids):
-                self._be_refused(self.sessions[index][0], ids)
-
-    def _be_refused(self, session: Session, ids: tuple[tuple[int, ...], ...]) -> None:
-        before = session.ids
-        try:
-            session.extend(ids)
-        except ContextError:
-            if session.ids != before:
-                raise SubjectError("a call that was refused for its length changed the session") from None
-            self.counts[Claim.REFUSED] += 1
-        else:
-            raise SubjectError(f"{len(session)} tokens were taken, and the context ends before")
+            case Action(session=index):
+                self.counts.update(self.planting.act(operation, self.sessions[index][0]))
+            case _:
+                raise TypeError(f"no run can carry out {operation!r}")
 
     def _generate(self, operation: Generate) -> Iterator[Call]:
         generated = self.subject.generate(operation, self.planting)

@@ -1,9 +1,10 @@
 """Scenarios: programs of cache operations whose every row has an oracle.
 
-A program is data. Each operation that feeds tokens names them, so what the resulting rows must equal follows
-from the ids alone: the uncached row of the same tokens, recomputed from nothing.
+A program is data. Each operation that feeds tokens names their ids, so what the resulting rows must equal follows
+from the ids alone: the uncached rows of the same tokens, computed from scratch.
 """
 
+from kvproof.scenarios import _calls, _operations
 from kvproof.scenarios._builders import (
     batch_of,
     beam_reorder,
@@ -26,48 +27,25 @@ from kvproof.scenarios._builders import (
     token_by_token,
     window_crossing,
 )
+from kvproof.scenarios._calls import *  # noqa: F403
 from kvproof.scenarios._catalogue import catalogue, named
-from kvproof.scenarios._data import (
-    Ability,
-    Boundaries,
-    CacheKind,
-    Claim,
-    Crop,
-    Extend,
-    Fork,
-    Generate,
-    Method,
-    Open,
-    Operation,
-    Poison,
-    Refused,
-    Reorder,
-    Reset,
+from kvproof.scenarios._operations import *  # noqa: F403
+from kvproof.scenarios._random import RANDOM_PROGRAMS, drawable_kinds, random_program, random_programs
+from kvproof.scenarios._walk import (
     Scenario,
+    Transition,
+    capacity,
+    compared_prefixes,
+    is_legal,
+    longest_sequences,
+    needs_of,
+    walk,
 )
-from kvproof.scenarios._drawn import RANDOM_PROGRAMS, random_program, random_programs, usable
-from kvproof.scenarios._legal import Limits, is_legal, needs_of
-from kvproof.scenarios._lengths import capacity, compared_prefixes, longest_sequences
 
 __all__ = [
     "RANDOM_PROGRAMS",
-    "Ability",
-    "Boundaries",
-    "CacheKind",
-    "Claim",
-    "Crop",
-    "Extend",
-    "Fork",
-    "Generate",
-    "Limits",
-    "Method",
-    "Open",
-    "Operation",
-    "Poison",
-    "Refused",
-    "Reorder",
-    "Reset",
     "Scenario",
+    "Transition",
     "batch_of",
     "beam_reorder",
     "beam_search",
@@ -77,6 +55,7 @@ __all__ = [
     "chunked",
     "compared_prefixes",
     "context_end",
+    "drawable_kinds",
     "fork",
     "generation",
     "interleaved",
@@ -96,6 +75,9 @@ __all__ = [
     "rollback",
     "rollback_across_calls",
     "token_by_token",
-    "usable",
+    "walk",
     "window_crossing",
 ]
+# A new operation is public by its own file's list.
+__all__ += _calls.__all__
+__all__ += _operations.__all__

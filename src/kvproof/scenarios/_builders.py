@@ -4,23 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvproof.errors import UsageError
-from kvproof.scenarios._data import (
+from kvproof.scenarios._calls import Extend, Generate, Method, Refused
+from kvproof.scenarios._operations import (
     Ability,
     CacheKind,
     Claim,
     Crop,
-    Extend,
     Fork,
-    Generate,
-    Method,
     Open,
     Operation,
     Poison,
-    Refused,
     Reorder,
     Reset,
-    Scenario,
 )
+from kvproof.scenarios._walk import Scenario
 
 
 def token_by_token(sequence: Sequence[int]) -> Scenario:

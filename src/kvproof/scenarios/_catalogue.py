@@ -27,7 +27,9 @@ from kvproof.scenarios._builders import (
     token_by_token,
     window_crossing,
 )
-from kvproof.scenarios._data import Boundaries, CacheKind, Method, Scenario
+from kvproof.scenarios._calls import Method
+from kvproof.scenarios._operations import Boundaries, CacheKind
+from kvproof.scenarios._walk import Scenario
 
 #: A context of at most this many tokens is always filled to its end.
 SHORT_CONTEXT = 512
