@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from kvproof._engine.programs import run_program
 from kvproof._numerics.tolerances import TOP_RUNG
 from kvproof._shrinking.models import Recipe, num_parameters, plain_model, recipe_of, smaller_recipes
-from kvproof._shrinking.programs import Looker
+from kvproof._shrinking.programs import FailureFinder
 from kvproof._shrinking.standalone import Found, standalone
 from kvproof.errors import UsageError
 from kvproof.scenarios import (
@@ -130,7 +130,7 @@ def test_what_is_wrong_exits_with_1_by_the_gap_that_kvproof_measures(name: str):
     kind, program = FAULTY[name]
     subject, recipe = model_of(kind)
     found = found_in(program, subject)
-    failure = Looker(subject).failure(program)
+    failure = FailureFinder(subject).find(program)
     assert failure is not None
     exact = Found(
         program=program,
@@ -151,7 +151,7 @@ def test_a_model_that_sees_later_tokens_is_shown_without_a_cache():
     program = program_of(A)
     for kind, expected in (("big_bird", 1), ("llama", 0)):
         subject, recipe = model_of(kind)
-        assert (Looker(subject, cached=False).failure(program) is not None) == bool(expected)
+        assert (FailureFinder(subject, cached=False).find(program) is not None) == bool(expected)
         found = Found(
             program=program,
             place=(0, 0, 0),
@@ -237,7 +237,7 @@ def test_every_simpler_recipe_keeps_its_lists_as_long_as_its_layers():
 def test_random_programs_raise_no_alarm_where_windows_drop_what_they_passed():
     subject, _ = model_of("gemma3")
     assert Ability.CROP in subject.info.abilities
-    looker = Looker(subject)
+    finder = FailureFinder(subject)
     for program in random_programs(limits_of(subject), num=12, seed=2, max_len=14):
-        assert looker.failure(program) is None, program.operations
+        assert finder.find(program) is None, program.operations
         list(run_program(subject, program))  # and nothing is refused

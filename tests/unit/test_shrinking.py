@@ -12,8 +12,8 @@ from tests.strategies import programs, random_subject, subjects
 from kvproof import ReferenceSubject, Verdict, audit
 from kvproof._engine.programs import run_program
 from kvproof._numerics.tolerances import TOP_RUNG
-from kvproof._shrinking.programs import Looker, Tries, simplest
-from kvproof._shrinking.simpler import cost_of, num_tokens, smaller
+from kvproof._shrinking.programs import FailureFinder, Tries, simplify
+from kvproof._shrinking.simpler import cost_of, num_tokens, simpler_programs
 from kvproof.errors import SubjectError
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import (
@@ -58,7 +58,7 @@ def test_every_simpler_program_that_is_called_legal_runs(data: st.DataObject):
     """What is simpler is never refused, so a refusal cannot end a search for the wrong reason."""
     subject = data.draw(subjects(min_context=4))
     program = data.draw(programs(subject))
-    for candidate in list(smaller(program))[:12]:
+    for candidate in list(simpler_programs(program))[:12]:
         if is_legal(candidate, limits_of(subject)):
             list(run_program(subject, candidate))
 
@@ -152,9 +152,9 @@ def test_a_planted_fault_is_found_and_shrinks_to_the_shortest_program(broken: st
     drawn = random_programs(limits_of(subject), num=16, seed=0, max_len=6)
     report = audit(subject, drawn, all_values=False)
     assert report.scenarios[-1].verdict is Verdict.DIVERGED
-    looker = Looker(subject.cast(TOP_RUNG))
-    program, failure = next((p, f) for p in drawn if (f := looker.failure(p)) is not None)
-    shortest, found = looker.shrunk(program, failure, Tries(most=400))
+    finder = FailureFinder(subject.cast(TOP_RUNG))
+    program, failure = next((p, f) for p in drawn if (f := finder.find(p)) is not None)
+    shortest, found = finder.shrink(program, failure, Tries(max_tries=400))
     assert tuple(map(type, shortest.operations)) == SHORTEST[broken]
     assert num_tokens(shortest) <= (4 if broken == "reorder" else 2)
     assert found.prefix in {s[: len(found.prefix)] for s in longest_sequences(shortest)}
@@ -190,7 +190,7 @@ def test_what_raises_shows_no_wrong_row():
             raise SubjectError("no session today")
 
     subject = Raising(random_subject(CONFIG, 0).checkpoint)
-    assert Looker(subject).failure(Scenario(name="x", exposes="x", operations=(Extend(ids=((1,),)),))) is None
+    assert FailureFinder(subject).find(Scenario(name="x", exposes="x", operations=(Extend(ids=((1,),)),))) is None
 
 
 def test_both_forms_of_a_subject_must_fail():
@@ -198,7 +198,7 @@ def test_both_forms_of_a_subject_must_fail():
     broken, healthy = planted("crop").cast(TOP_RUNG), random_subject(CONFIG, 0).cast(TOP_RUNG)
 
     def num_found(*subjects: Subject) -> int:
-        return sum(Looker(*subjects).failure(p) is not None for p in program)
+        return sum(FailureFinder(*subjects).find(p) is not None for p in program)
 
     assert num_found(broken, broken) == num_found(broken) > 0
     assert num_found(broken, healthy) == 0
@@ -212,8 +212,8 @@ def test_tries_are_bounded_counted_and_never_repeated():
 
     def search(most: int, good: Callable[[int], bool]) -> int:
         told.clear()
-        tries = Tries(most=most, on_try=told.append)
-        return simplest(100, halves, lambda new, old: new < old and good(new), tries, key=int)
+        tries = Tries(max_tries=most, on_try=told.append)
+        return simplify(100, halves, lambda new, old: new < old and good(new), tries, key=int)
 
     assert search(1000, lambda number: number >= 7) == 7
     assert told == list(range(1, len(told) + 1))

@@ -1,4 +1,4 @@
-"""Runs a scenario's operations on sessions, call by call."""
+"""Runs the operations of a scenario on sessions, call by call."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from kvproof.subjects import Session, Subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of logits that a call gave, with the tokens whose uncached row it must equal."""
+    """One row of logits from a call, with the tokens whose uncached row it must equal."""
 
     prefix: tuple[int, ...]
     batch_row: int
@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One `Extend`, or one forward of a `Generate`, that ran; ``tap`` is its session's, or the forward's."""
+    """One `Extend`, or one forward of a `Generate`, with the tap of its session or of the forward."""
 
     rows: tuple[Row, ...]
     tap: Tap
@@ -35,14 +35,14 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Coverage:
-    """What a run really reached and did, to hold against what its scenario says."""
+    """What a run reached and did, to compare with what its scenario promises."""
 
     lengths: set[int] = field(default_factory=set)  #: of the prefixes whose rows were compared
     counts: Counter[Claim] = field(default_factory=Counter)
-    made: Counter[str] = field(default_factory=Counter)  #: operations by kind, and rows that were given
+    made: Counter[str] = field(default_factory=Counter)  #: how many operations of each kind, and rows, there were
 
     def missing(self, scenario: Scenario) -> str | None:
-        """Return what the scenario says it does and did not, in words, or none."""
+        """Say what the scenario promises and the run did not do, or return None."""
         lengths = [str(length) for length in scenario.crosses if length not in self.lengths]
         parts = [f"no row after {', '.join(lengths)} tokens"] if lengths else []
         parts += [f"no {claim.value}" for claim in sorted(scenario.claims) if not self.counts[claim]]
@@ -59,10 +59,10 @@ def run_program(
 ) -> Iterator[Call]:
     """Run a scenario's operations in order and yield each `Extend`, and each forward of a `Generate`, as a call.
 
-    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. A `Planting`
-    carries out the other operations too, and may act between calls. What the
-    session refuses or the decoder raises comes through. ``coverage`` is filled on the way. ``prompted`` is a
-    session that has run the first operation, an `Extend`: the program goes on from a fork of it.
+    Each session, and each forward of a `Generate`, gets its own tap from ``make_tap``. A `Planting` also carries
+    out actions and forks, and may change the cache after calls. Errors of sessions and of the decoder pass
+    through. ``coverage`` is filled during the run. ``prompted`` is a session that has already run the first
+    operation, an `Extend`: the program continues on a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
     for call in _ProgramRun(subject, scenario, make_tap, coverage).calls(prompted):
@@ -91,7 +91,7 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
 
 
 class _ProgramRun:
-    """The sessions of one run of a scenario, with the tap of each."""
+    """One run of a scenario: its sessions, each with its tap."""
 
     def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, coverage: Coverage) -> None:
         self.subject = subject

@@ -36,12 +36,12 @@ def cost_of(program: Scenario) -> Cost:
 
 
 def num_tokens(program: Scenario) -> int:
-    """Return how many tokens a program feeds, over all calls and batch rows."""
+    """Return the number of tokens that a program feeds, over all calls and batch rows."""
     operations = program.operations
     return sum(len(row) for operation in operations if isinstance(operation, Extend) for row in operation.ids)
 
 
-def smaller(program: Scenario) -> Iterator[Scenario]:
+def simpler_programs(program: Scenario) -> Iterator[Scenario]:
     """Yield programs that are like this one and simpler; not all of them are legal."""
     for candidate in _candidates(program):
         tidy = _tidy(candidate)
@@ -79,7 +79,7 @@ def _tidy(program: Scenario) -> Scenario | None:
 
 
 def _by_operations(program: Scenario) -> Iterator[tuple[Operation, ...]]:
-    """Leave out operations, in blocks from half of them down to one, or make two calls one."""
+    """Leave out operations, in blocks from half of them down to one, or merge two calls."""
     operations = program.operations
     size = len(operations) // 2
     while size:
@@ -90,24 +90,24 @@ def _by_operations(program: Scenario) -> Iterator[tuple[Operation, ...]]:
         size //= 2
     for place, operation in enumerate(operations):
         if isinstance(operation, Extend):
-            yield from _join(operations, place, operation)
+            yield from _merge(operations, place, operation)
 
 
-def _join(operations: Sequence[Operation], place: int, first: Extend) -> Iterator[tuple[Operation, ...]]:
-    """Make a call and the next one of the same session one call, if nothing happens to the session between."""
+def _merge(operations: Sequence[Operation], place: int, first: Extend) -> Iterator[tuple[Operation, ...]]:
+    """Merge a call with the next one of its session, if nothing happens to the session in between."""
     for later in range(place + 1, len(operations)):
         other = operations[later]
         if not isinstance(other, SessionOperation) or other.session != first.session:
             continue
         if isinstance(other, Extend) and len(first.ids) == len(other.ids):
             ids = tuple(a + b for a, b in zip(first.ids, other.ids, strict=True))
-            joined = replace(first, ids=ids, last_only=False)
-            yield (*operations[:place], joined, *operations[place + 1 : later], *operations[later + 1 :])
+            merged = replace(first, ids=ids, last_only=False)
+            yield (*operations[:place], merged, *operations[place + 1 : later], *operations[later + 1 :])
         return
 
 
 def _without_session(program: Scenario, session: int) -> Iterator[Scenario]:
-    """Leave a session out with all that it does, where no other goes on from it."""
+    """Leave out a session with everything that it does, unless another session is forked from it."""
     operations: list[Operation] = []
     opened = 0
     for operation in program.operations:
@@ -125,7 +125,7 @@ def _without_session(program: Scenario, session: int) -> Iterator[Scenario]:
     if session:
         yield replace(program, operations=tuple(operations))
         return
-    # Session 0 is there from the start: the next one takes its place, if it is opened empty.
+    # Session 0 is open from the start, so the next one must take its place, which it can if it starts empty.
     first = next((o for o in operations if isinstance(o, Open | Fork)), None)
     if isinstance(first, Open):
         operations.remove(first)
@@ -133,7 +133,7 @@ def _without_session(program: Scenario, session: int) -> Iterator[Scenario]:
 
 
 def _without_fork(program: Scenario, session: int) -> Iterator[Scenario]:
-    """Let the session that a fork came from do itself what the fork does."""
+    """Leave out a fork: the session that it came from does what the fork did."""
     operations: list[Operation] = []
     opened, parent = 0, None
     for operation in program.operations:
@@ -150,7 +150,10 @@ def _without_fork(program: Scenario, session: int) -> Iterator[Scenario]:
 
 
 def _fewer_rows(program: Scenario, session: int) -> Iterator[Scenario]:
-    """Leave out one batch row of a session and its forks: everywhere, or between two reorders of other sizes."""
+    """Leave out one batch row of a session and its forks: everywhere, or only between two reorders.
+
+    The second form is for a session whose reorders change its number of rows.
+    """
     family, sizes = {session}, [program.batch if session == 0 else 0]
     for step in walk(program):
         operation, new = step.operation, len(step.before)
@@ -170,7 +173,10 @@ def _fewer_rows(program: Scenario, session: int) -> Iterator[Scenario]:
 
 
 def _without_row(program: Scenario, family: set[int], root: int, dropped: dict[int, int]) -> Scenario:
-    """Return a program in which a family of sessions lacks a row after so many of its reorders: ``{0: row}``."""
+    """Return the program without some batch rows of a family of sessions.
+
+    ``dropped`` maps a number of reorders to the row that the sessions lack after that many.
+    """
     operations: list[Operation] = []
     segment, batch = 0, program.batch - (root == 0 and 0 in dropped)
     for step in walk(program):

@@ -40,8 +40,8 @@ from kvproof.subjects._transformers import states as _states
 from kvproof.subjects._transformers.model import SELECTIONS, TransformersSubject
 
 _WIDTH = 110
-#: Files are shorter than this, or they are no reproduction that a maintainer reads.
-MOST_LINES = 60
+#: A file has fewer lines than this, or no maintainer reads it.
+MAX_LINES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Found:
 
 @dataclass(slots=True, kw_only=True)
 class _Feed:
-    """One call of the model, as numbers."""
+    """The numbers of one call of the model."""
 
     cache: str
     ids: list[list[int]]
@@ -72,7 +72,7 @@ class _Feed:
 
     @property
     def is_plain(self) -> bool:
-        """Whether mask and positions are what the number of cached tokens says."""
+        """Whether mask and positions follow from the number of cached tokens."""
         stop = len(self.mask[0])
         counted = all(row == list(range(self.start, stop)) for row in self.positions)
         return counted and all(map(all, self.mask))
@@ -100,9 +100,9 @@ def standalone(found: Found, subject: TransformersSubject, source: Recipe | dict
         f'{{actual[worst]:.6g}} {writer.ways[1]}; relative gap {{gap:.1e}}")',
         f"sys.exit(0 if gap <= {found.limit:.0e} else 1)",
     ]
-    if len(lines) >= MOST_LINES:
+    if len(lines) >= MAX_LINES:
         raise UsageError(
-            f"{found.title} takes {len(lines)} lines written out, and a reproduction has fewer than {MOST_LINES}"
+            f"{found.title} takes {len(lines)} lines written out, and a reproduction has fewer than {MAX_LINES}"
         )
     return "\n".join(lines) + "\n"
 
@@ -156,7 +156,7 @@ def _assigned(name: str, values: dict[str, Any]) -> Iterator[str]:
 
 
 class _Writer:
-    """Turns a program into lines, following what each cache holds."""
+    """Turns a program into the lines of a file."""
 
     def __init__(self, found: Found, subject: TransformersSubject) -> None:
         self.found = found
@@ -173,7 +173,7 @@ class _Writer:
             "expert" in name for name in names
         )
         self._feeds: list[_Feed] = []
-        self._uncropped = set[str]()  # caches that record, and owe a crop since the newest call
+        self._uncropped = set[str]()  # caches that must be cropped before their next call
         self._lines = list(self._write_operations()) if found.cached else []
         self.is_plain = all(feed.is_plain for feed in self._feeds)
 
@@ -189,7 +189,7 @@ class _Writer:
             yield f"from {own.__module__} import {own.__name__}"
 
     def uncached(self) -> Iterator[str]:
-        """Yield the same row from two forwards without a cache."""
+        """Yield the lines that compute the same row in two forwards without a cache."""
         (operation,) = self.program.operations
         assert isinstance(operation, Extend)
         yield from ("with torch.no_grad():", f"    ids = torch.tensor({[list(operation.ids[0])]!r})")
@@ -198,7 +198,7 @@ class _Writer:
         yield f"    expected = model(ids[:, :{length}], {off}).logits[0, -1]"
 
     def cached(self) -> Iterator[str]:
-        """Yield the calls on the cache, and the forward that they must equal."""
+        """Yield the calls on the cache, and the forward whose row they must equal."""
         yield "with torch.no_grad():"
         feeds = iter(self._feeds)
         for line in self._lines:

@@ -29,7 +29,7 @@ from kvproof.contract.results import ScenarioResult
 from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.errors import OutputError, UsageError
 from kvproof.render.sweep_markdown import render
-from kvproof.scenarios import catalogue, named
+from kvproof.scenarios import catalogue, select
 from kvproof.subjects._targets import LoadOptions, load_target
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def every_type() -> tuple[str, ...]:
 def conditions_now(*, length: int, seed: int, only: Sequence[str], without: Sequence[str]) -> Conditions:
     """Return what a sweep runs under here and now; raise `UsageError` for a scenario that is not there."""
     # The names are the same at any length.
-    if not named(catalogue(range(8), range(8)), only=only, without=without):
+    if not select(catalogue(range(8), range(8)), only=only, without=without):
         raise UsageError("a sweep needs at least one scenario, and all are left out")
     return Conditions(
         kvproof=version("kvproof"),
@@ -101,7 +101,7 @@ def audit_job(
         on_stage(f"loading {job.target}")
         subject = load_target(job.target, LoadOptions(dtype=job.dtype, seed=job.seed, attention=job.attention))
         programs = catalogue(*random_sequences(subject, job.length, job.seed), subject.boundaries)
-        chosen = named(programs, only=only, without=without)
+        chosen = select(programs, only=only, without=without)
         return audit(subject, chosen, all_values=False, on_scenario=on_stage)
 
 

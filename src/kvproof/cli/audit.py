@@ -107,7 +107,7 @@ def audit(
     file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
     with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
-    from kvproof.scenarios import catalogue, named, random_programs
+    from kvproof.scenarios import catalogue, random_programs, select
 
     if as_list:
         for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
@@ -134,7 +134,7 @@ def audit(
         sequences = sequences_for(subject, text, length, seed)
         drawn = random_programs(limits_of(subject), num=num_programs, seed=seed, max_len=len(sequences[0]))
         programs = (*catalogue(*sequences, subject.boundaries), *drawn)
-        chosen = named(programs, only=scenario, without=skip)
+        chosen = select(programs, only=scenario, without=skip)
         progress.parts(1 + len({program.name for program in chosen}))
         report = run(
             subject,
