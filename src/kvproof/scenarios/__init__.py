@@ -31,6 +31,7 @@ from kvproof.scenarios._calls import *  # noqa: F403
 from kvproof.scenarios._catalogue import catalogue, select
 from kvproof.scenarios._operations import *  # noqa: F403
 from kvproof.scenarios._random import RANDOM_PROGRAMS, drawable_kinds, random_program, random_programs
+from kvproof.scenarios._states import SessionState
 from kvproof.scenarios._walk import (
     Scenario,
     Transition,
@@ -45,6 +46,7 @@ from kvproof.scenarios._walk import (
 __all__ = [
     "RANDOM_PROGRAMS",
     "Scenario",
+    "SessionState",
     "Transition",
     "batch_of",
     "beam_reorder",

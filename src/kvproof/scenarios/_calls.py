@@ -16,14 +16,12 @@ from kvproof.scenarios._operations import (
     CacheKind,
     Claim,
     Draw,
-    Ids,
     Limits,
     OpenSession,
     Operation,
     SessionOperation,
-    SessionState,
-    States,
 )
+from kvproof.scenarios._states import Ids, SessionState, States
 
 #: The names that `kvproof.scenarios` passes on.
 __all__ = ["Extend", "Feed", "Generate", "Method", "Refused"]

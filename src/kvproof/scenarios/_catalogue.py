@@ -119,10 +119,8 @@ def _at_boundaries(
     if not windows:
         yield skip(window.name, window.exposes, "the subject has no window")
     elif needed > context_len:
-        reason = (
-            f"crossing the window of {windows[0]} takes {needed} tokens, and the context ends at {context_len}"
-        )
-        yield skip(window.name, window.exposes, reason)
+        reason = f"crossing the window of {windows[0]} takes {needed} tokens"
+        yield skip(window.name, window.exposes, f"{reason}, and the context ends at {context_len}")
     elif needed > max_len:
         reason = f"crossing the window of {windows[0]} takes {needed} tokens"
         yield skip(window.name, window.exposes, reason + _too_long(max_len, len(sequence)))

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar, Protocol, Self, final
+from typing import ClassVar, Protocol, final
+
+from kvproof.scenarios._states import Ids, SessionState, States
 
 #: The names that `kvproof.scenarios` passes on.
 __all__ = [
@@ -28,10 +30,7 @@ __all__ = [
     "Reorder",
     "Reset",
     "SessionOperation",
-    "SessionState",
 ]
-
-Ids = tuple[int, ...]
 
 #: Returns a random integer from the first argument to the second, both included.
 DrawInt = Callable[[int, int], int]
@@ -111,42 +110,12 @@ class Limits:
         """The smallest window, or None without one; a window of one token keeps nothing that could be lost."""
         return min((window for window in self.boundaries.windows if window >= 2), default=None)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionState:
-    """What a session holds at one point of a program."""
-
-    rows: tuple[Ids, ...]  #: the tokens of each batch row
-    columns: int = 0  #: the cache's slots for each row, left padding included
-    peak: int = 0  #: the length that the longest row has reached since the session was last empty
-    call_start: int = 0  #: the length before the newest call, or after a crop that came later
-
-    @classmethod
-    def empty(cls, num_rows: int) -> Self:
-        """Return the state of a session that holds no token."""
-        return cls(rows=((),) * num_rows)
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of the longest row."""
-        return max(map(len, self.rows))
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether rows have different lengths."""
-        return len(set(map(len, self.rows))) > 1
-
-    def min_crop(self, limits: Limits) -> int:
-        """Return the shortest length that the session can be cropped to.
+    def min_crop(self, state: SessionState) -> int:
+        """Return the shortest length that a session can be cropped to.
 
         What leaves a window is lost at the next call, so behind a window only the newest call can be undone.
         """
-        window = limits.window
-        return 0 if window is None or self.peak < window else self.call_start
-
-
-#: The states of all open sessions, by number.
-States = tuple[SessionState, ...]
+        return 0 if self.window is None or state.peak < self.window else state.call_start
 
 
 class OpenSession(Protocol):
@@ -327,7 +296,7 @@ class Crop(Action):
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
         """Return whether rows have one length, and the cache still has what must be kept."""
         state = states[self.session]
-        in_range = state.min_crop(limits) <= self.length <= state.length
+        in_range = limits.min_crop(state) <= self.length <= state.length
         return in_range and not state.is_ragged and cache is CacheKind.DYNAMIC
 
     def act(self, session: OpenSession) -> Counter[Claim]:
@@ -338,7 +307,7 @@ class Crop(Action):
     @classmethod
     def draw(cls, at: Draw) -> "Crop | None":
         """Draw a length below the current one."""
-        shortest = at.state.min_crop(at.limits)
+        shortest = at.limits.min_crop(at.state)
         if at.state.length <= shortest:
             return None
         return cls(length=at.draw(shortest, at.state.length - 1), session=at.session)

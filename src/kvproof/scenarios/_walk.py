@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvproof.errors import UsageError
-from kvproof.scenarios._operations import Ability, CacheKind, Claim, Ids, Limits, Operation, SessionState, States
+from kvproof.scenarios._operations import Ability, CacheKind, Claim, Limits, Operation
+from kvproof.scenarios._states import Ids, SessionState, States
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
