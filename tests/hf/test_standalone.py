@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ from kvproof._shrinking.standalone import Found, standalone
 from kvproof.errors import UsageError
 from kvproof.scenarios import (
     Ability,
+    Action,
     CacheKind,
+    Claim,
     Crop,
     Extend,
     Fork,
     Generate,
     Method,
     Open,
+    OpenSession,
     Operation,
     Poison,
     Reorder,
@@ -194,14 +198,24 @@ def test_a_model_on_disk_is_read_from_its_folder(tmp_path: Path):
     assert run_text(text)[0] == 0
 
 
+class Shout(Action):
+    """An action that no file knows."""
+
+    __slots__ = ()
+
+    def act(self, session: OpenSession) -> Counter[Claim]:
+        return Counter()
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
         (program_of(Generate(method=Method.GREEDY, prompts=((1, 2),), steps=(((0, 3),),))), "generate()"),
         (program_of(A, cache=CacheKind.OFFLOADED), "offloaded cache"),
+        (program_of(A, Shout(), B), "programs with shout are not written out"),
         (program_of(*[B] * 40), "has fewer than 60"),
     ],
-    ids=["generate", "offloaded", "long"],
+    ids=["generate", "offloaded", "unknown", "long"],
 )
 def test_what_cannot_be_written_out_is_refused(program: Scenario, words: str):
     subject, recipe = model_of("llama")

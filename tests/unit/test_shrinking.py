@@ -1,7 +1,8 @@
 """Random programs are legal, find planted faults, and shrink to the shortest program that shows them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,29 +11,35 @@ from hypothesis import strategies as st
 from tests.strategies import programs, random_subject, subjects
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._engine.programs import run_program
+from kvproof._engine.programs import Coverage, run_program
 from kvproof._numerics.tolerances import TOP_RUNG
 from kvproof._shrinking.programs import FailureFinder, Tries, simplify
 from kvproof._shrinking.simpler import cost_of, num_tokens, simpler_programs
-from kvproof.errors import SubjectError
+from kvproof.errors import SubjectError, UsageError
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import (
     Ability,
+    Action,
     Boundaries,
     CacheKind,
+    Claim,
     Crop,
     Extend,
     Fork,
     Limits,
     Open,
+    OpenSession,
     Operation,
     Reorder,
     Reset,
     Scenario,
+    SessionState,
     drawable_kinds,
     is_legal,
     longest_sequences,
+    needs_of,
     random_programs,
+    walk,
 )
 from kvproof.subjects import Subject, limits_of
 from kvproof.subjects._base import Opening
@@ -182,6 +189,69 @@ def test_what_was_able_and_not_tried_is_said():
         "the random programs compared 1 row, and made 1 extend, 0 crops, 0 forks, 0 reorders, 0 resets, 0 opens; "
         "not tried, though the subject is able: crop, fork, reorder, reset, open"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undo(Action):
+    """Forget the newest ``num`` tokens: an operation that no tool knows."""
+
+    ability = Ability.CROP
+
+    num: int
+
+    def change(self, state: SessionState) -> SessionState:
+        return Crop(length=state.length - self.num).change(state)
+
+    def is_allowed(self, states: tuple[SessionState, ...], limits: Limits, cache: CacheKind) -> bool:
+        return 0 < self.num <= states[self.session].length and cache is CacheKind.DYNAMIC
+
+    def act(self, session: OpenSession) -> Counter[Claim]:
+        session.crop(len(session) - self.num)
+        return Counter()
+
+    @property
+    def magnitude(self) -> int:
+        return self.num
+
+    def simplify(self) -> Iterator["Undo"]:
+        if self.num > 1:
+            yield replace(self, num=self.num - 1)
+
+
+def test_a_new_operation_is_run_checked_and_shrunk_by_what_its_class_says():
+    operations = (Extend(ids=((1, 2, 3, 4),)), Undo(num=2), Extend(ids=((5,),)), Extend(ids=((6,),)))
+    program = Scenario(name="x", exposes="x", operations=operations)
+    assert longest_sequences(program) == ((1, 2, 3, 4), (1, 2, 5, 6))
+    assert needs_of(program) == {Ability.CROP}
+    assert is_legal(program, LIMITS)
+    assert not is_legal(replace(program, operations=(Extend(ids=((1,),)), Undo(num=2))), LIMITS)
+    coverage = Coverage()
+    calls = list(run_program(random_subject(CONFIG, 0), program, coverage=coverage))
+    assert [row.prefix for row in calls[-1].rows] == [(1, 2, 5, 6)]
+    assert coverage.made["undo"] == 1
+    finder = FailureFinder(planted("crop").cast(TOP_RUNG))
+    failure = finder.find(program)
+    assert failure is not None
+    shortest, _ = finder.shrink(program, failure, Tries(max_tries=400))
+    assert shortest.operations == (Extend(ids=((1, 1),)), Undo(num=1), Extend(ids=((1,),)))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Extend(ids=((1,),), session=1),
+        Extend(ids=((1,), (2,))),
+        Reorder(rows=(1,)),
+        Fork(session=-1),
+        Crop(length=-1),
+    ],
+    ids=lambda operation: operation.kind(),
+)
+def test_an_operation_on_what_does_not_exist_is_refused_and_never_legal(operation: Operation):
+    program = Scenario(name="x", exposes="x", operations=(Extend(ids=((1,),)), operation))
+    assert not is_legal(program, LIMITS)
+    with pytest.raises(UsageError, match=r"^operation 1 of 'x' names a session or rows that do not exist: "):
+        list(walk(program))
 
 
 def test_what_raises_shows_no_wrong_row():
