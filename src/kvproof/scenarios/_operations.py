@@ -167,7 +167,7 @@ class Operation(ABC):
 
     @property
     def needs(self) -> frozenset[Ability]:
-        """Every ability that this very operation uses."""
+        """Every ability that the operation uses."""
         return frozenset() if self.ability is None else frozenset({self.ability})
 
     @abstractmethod
@@ -180,11 +180,11 @@ class Operation(ABC):
 
     @final
     def is_legal(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether a subject with these limits must be able to do this here."""
+        """Return whether a subject with these limits must be able to carry the operation out here."""
         return self.fits(states) and self.needs <= limits.abilities and self.is_allowed(states, limits, cache)
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether nothing but ``fits`` and ``needs`` stands in the way."""
+        """Return whether the operation is legal here, if it fits and the subject has the abilities for it."""
         return True
 
     def compared(self, after: States) -> Iterator[tuple[Ids, int]]:
