@@ -16,7 +16,7 @@ from kvproof.contract.report import Report
 from kvproof.reference import Checkpoint
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.render.html import render
-from kvproof.scenarios import chunked, token_by_token
+from kvproof.scenarios import chunked_prefill, token_by_token
 
 #: Debian's name, those of other systems, and whatever the variable names.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -76,7 +76,7 @@ def failing(checkpoint: Checkpoint) -> Report:
     """The audit of a decoder whose second layer reads the first one's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        programs = [token_by_token(SEQUENCES[0]), token_by_token(SEQUENCES[2]), chunked(SEQUENCES[0], 2)]
+        programs = [token_by_token(SEQUENCES[0]), token_by_token(SEQUENCES[2]), chunked_prefill(SEQUENCES[0], 2)]
         report = kvproof.audit(Failing(checkpoint), programs, spread=True)
     return replace(report, environment=replace(report.environment, created="2026-01-02T03:04:05+00:00"))
 

@@ -42,7 +42,7 @@ def saved(folder: Path, report: Report) -> Path:
 
 
 def test_a_finding_becomes_a_file_that_shows_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvproof._shrinking.reproduce.MOST_TRIES", 12)
+    monkeypatch.setattr("kvproof._shrinking.reproduce.MAX_TRIES", 12)
     audited = run("audit", "random:mamba", "--length", 8, "--scenario", "chunked prefill", "--report", tmp_path)
     report = tmp_path / "report.json"
     assert audited.out.endswith(f"To shrink it to one file that needs no kvproof: kvproof shrink {report}\n")
@@ -73,7 +73,7 @@ def test_a_report_says_what_was_asked(tmp_path: Path):
 
 
 def test_a_file_that_does_not_reproduce_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvproof._shrinking.reproduce.MOST_TRIES", 0)
+    monkeypatch.setattr("kvproof._shrinking.reproduce.MAX_TRIES", 0)
     monkeypatch.setattr("kvproof._shrinking.reproduce._run", lambda file: (0, "relative gap 0"))
     report = saved(tmp_path, diverged("chunked prefill", target="random:mamba"))
     outcome = run("shrink", report)
@@ -84,7 +84,7 @@ def test_a_file_that_does_not_reproduce_is_said_to_be_one(tmp_path: Path, monkey
 
 
 def test_a_file_that_cannot_be_written_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvproof._shrinking.reproduce.MOST_TRIES", 0)
+    monkeypatch.setattr("kvproof._shrinking.reproduce.MAX_TRIES", 0)
     report = saved(tmp_path, diverged("chunked prefill", target="random:mamba"))
     outcome = run("shrink", report, "--out", tmp_path / "gone" / "x.py")
     assert outcome.status == 73

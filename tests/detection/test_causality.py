@@ -10,11 +10,11 @@ from kvproof import ReferenceSubject, Verdict, audit
 from kvproof._engine.uncached_rows import CAUSALITY_LEN
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.render import terminal
-from kvproof.scenarios import Scenario, chunked, rollback, token_by_token
+from kvproof.scenarios import Scenario, chunked_prefill, rollback, token_by_token
 
 CONFIG = DecoderConfig(num_layers=2, num_heads=2, head_dim=4, mlp_width=8, context_len=40, vocab_size=16)
 IDS = tuple(7 * i % 16 for i in range(24))
-PROGRAMS = (token_by_token(IDS), chunked(IDS, 5), rollback(IDS, 3, (1, 2)))
+PROGRAMS = (token_by_token(IDS), chunked_prefill(IDS, 5), rollback(IDS, 3, (1, 2)))
 
 
 class Leaky(ReferenceSubject):

@@ -33,7 +33,7 @@ from kvproof.contract.results import Certificate, Outcome
 from kvproof.faults import catalogue
 from kvproof.faults import probe as survey_of
 from kvproof.reference.corpus import SEQUENCES
-from kvproof.scenarios import Ability, chunked, token_by_token
+from kvproof.scenarios import Ability, chunked_prefill, token_by_token
 
 transformers = pytest.importorskip("transformers")
 
@@ -235,7 +235,7 @@ def test_what_diverges_has_no_certificate_and_a_program_that_fails_by_itself_pla
     """mamba restarts its scan on a block, so what a fault would add there shows nothing."""
     subject = model("mamba")
     first, second = random_sequences(subject, 9, 0)
-    report = audit(subject, [chunked(first, 3)], all_values=False, certificate=True)
+    report = audit(subject, [chunked_prefill(first, 3)], all_values=False, certificate=True)
     assert report.verdict is Verdict.DIVERGED
     assert report.certificate is None
     certificate = certified(subject, first, second)

@@ -17,7 +17,7 @@ from kvproof.scenarios import (
     Extend,
     Refused,
     Scenario,
-    chunked,
+    chunked_prefill,
     context_end,
     prefill_and_steps,
     token_by_token,
@@ -28,7 +28,7 @@ from kvproof.subjects._reference import ReferenceSession
 CONFIG = DecoderConfig(num_layers=1, num_heads=2, head_dim=4, mlp_width=8, context_len=12, vocab_size=16)
 IDS = (3, 1, 4, 1, 5, 9)
 STEPS = token_by_token(IDS)
-BLOCKS = chunked(IDS, 2)
+BLOCKS = chunked_prefill(IDS, 2)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvproof._numerics.top_k import Choice
 from kvproof.contract.results import ChoiceFlip, RowResult, ScenarioResult
 from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
-from kvproof.scenarios import Scenario, batch_of, chunked, token_by_token
+from kvproof.scenarios import Scenario, batch_of, chunked_prefill, token_by_token
 from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
 
@@ -136,7 +136,7 @@ def flipped(result: ScenarioResult) -> list[RowResult]:
 
 PROGRAMS = [
     token_by_token(IDS),
-    chunked(IDS, 3),
+    chunked_prefill(IDS, 3),
     batch_of("batch", "a test", (IDS[:6], OTHER[:6]), (IDS[6:], OTHER[6:])),
     batch_of("batch", "a test", (OTHER[:6], IDS[:6]), (OTHER[6:], IDS[6:]), size=3),
 ]

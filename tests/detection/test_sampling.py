@@ -14,7 +14,7 @@ from kvproof._numerics.taps import Tap
 from kvproof.contract.results import Evidence, ExactEvidence
 from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
-from kvproof.scenarios import chunked, token_by_token
+from kvproof.scenarios import chunked_prefill, token_by_token
 from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
 
@@ -40,7 +40,7 @@ def decoder(seed: int, dtype: torch.dtype = torch.float32) -> tuple[ReferenceSub
 @pytest.mark.parametrize("seed", NEEDS_SAMPLES)
 def test_a_healthy_decoder_with_a_badly_conditioned_row_raises_no_alarm(seed: int):
     subject, ids = decoder(seed)
-    report = audit(subject, [token_by_token(ids), chunked(ids, 5)], all_values=False)
+    report = audit(subject, [token_by_token(ids), chunked_prefill(ids, 5)], all_values=False)
     assert report.verdict.passes, report.summary
     for row in (row for result in report.scenarios for row in result.rows):
         assert row.sampled_error is None or row.verdict is Verdict.ROUNDING

@@ -35,7 +35,7 @@ from kvproof.contract.stages import (
 )
 from kvproof.faults import Fault, Planting
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
-from kvproof.scenarios import chunked, interleaved, token_by_token
+from kvproof.scenarios import chunked_prefill, interleaved_requests, token_by_token
 
 DISTURBED = [s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, *SHOWN_BY_ADAPTERS, Stage.POLICY)]
 PLACES = [(s, layer) for s in DISTURBED for layer in ((0, 1) if s in IN_LAYER else (None,))]
@@ -100,7 +100,7 @@ def test_the_wrong_layer_finding_says_what_the_slot_really_holds(subject: Refere
 
 
 def test_one_request_that_changes_another_is_named_as_contamination(subject: ReferenceSubject):
-    program = interleaved(SEQUENCES[0], SEQUENCES[2])
+    program = interleaved_requests(SEQUENCES[0], SEQUENCES[2])
     report = audit(subject, [program], faults=[faults.shared_between_requests()])
     assert report.verdict.passes
     found = report.faults[0].divergence
@@ -165,7 +165,7 @@ def test_cancelling_errors_are_missed_by_logits_alone(subject: ReferenceSubject)
 def test_a_fault_inside_a_chunk_is_named_in_the_first_layer(subject: ReferenceSubject):
     """Looking at the last row alone would name layer 1: the wrong token is an earlier one of the chunk."""
     fault = faults.disturbed(Stage.NEW_V, 0, position=1)
-    found = localise(subject, chunked(SEQUENCES[0], 3), fault=fault).divergence
+    found = localise(subject, chunked_prefill(SEQUENCES[0], 3), fault=fault).divergence
     assert found is not None
     assert (found.stage, found.layer, found.position) == (Stage.NEW_V, 0, 1)
 

@@ -16,7 +16,7 @@ from kvproof.errors import AbilityError, SubjectError
 from kvproof.faults import Fault, Planting
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
-from kvproof.scenarios import Ability, chunked, token_by_token
+from kvproof.scenarios import Ability, chunked_prefill, token_by_token
 
 ALL = list(map(token_by_token, SEQUENCES))
 
@@ -167,7 +167,7 @@ def test_healthy_decoders_raise_no_alarm(dtype: torch.dtype):
         )
         subject: Subject = random_subject(config, seed, dtype)
         ids = [rng.randrange(config.vocab_size) for _ in range(12)]
-        report = audit(subject, [token_by_token(ids), chunked(ids, 5)], all_values=False)
+        report = audit(subject, [token_by_token(ids), chunked_prefill(ids, 5)], all_values=False)
         assert report.verdict.passes, (seed, report.summary)
 
 

@@ -13,7 +13,7 @@ from kvproof._numerics.taps import Recorder
 from kvproof.contract.results import ScenarioResult
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import AbilityError, SessionError, SubjectError
-from kvproof.scenarios import Ability, catalogue, chunked, named, token_by_token
+from kvproof.scenarios import Ability, catalogue, chunked_prefill, select, token_by_token
 from kvproof.subjects._targets import LoadOptions, load_target
 from kvproof.subjects._transformers import (
     TransformersSession,
@@ -34,7 +34,7 @@ def subject_of(model_type: str, dtype: torch.dtype = torch.float32) -> Transform
 
 def audited(subject: TransformersSubject, *only: str) -> Report:
     sequences = random_sequences(subject, LENGTH, seed=1)
-    return audit(subject, named(catalogue(*sequences), only=only), all_values=False)
+    return audit(subject, select(catalogue(*sequences), only=only), all_values=False)
 
 
 def of_name(report: Report, name: str) -> ScenarioResult:
@@ -318,7 +318,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_gives_the_model_that_was_saved(folder: Path):
     loaded = load_folder(folder, dtype=torch.float32, attention="eager")
     assert loaded.info.digest == subject_of("llama").info.digest
-    assert audit(loaded, [chunked(range(8), 3)], all_values=False).verdict.passes
+    assert audit(loaded, [chunked_prefill(range(8), 3)], all_values=False).verdict.passes
 
 
 def test_pickled_weights_are_refused_with_the_reason(folder: Path, tmp_path: Path):

@@ -19,11 +19,11 @@ from kvproof.scenarios import (
     Method,
     Scenario,
     beam_search,
-    chunked,
+    chunked_prefill,
     generation,
-    on_cache,
     prompt_lookup,
     token_by_token,
+    with_cache,
 )
 
 
@@ -50,7 +50,7 @@ def padded(ids: tuple[int, ...]) -> Scenario:
 
 
 @pytest.mark.parametrize("stage", [Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.CACHE_K, Stage.ATTN_MIX], ids=str)
-@pytest.mark.parametrize("build", [padded, token_by_token, lambda ids: chunked(ids, 5)])
+@pytest.mark.parametrize("build", [padded, token_by_token, lambda ids: chunked_prefill(ids, 5)])
 def test_a_value_that_is_always_wrong_is_one_place(build: Callable[[tuple[int, ...]], Scenario], stage: Stage):
     """A cache keeps what it was given, so a wrong new key is also put right where later calls read it."""
     subject = subject_of("llama")
@@ -154,7 +154,7 @@ def test_positions_that_generate_counts_from_zero_are_confirmed():
 
 def test_a_scan_that_starts_again_in_every_layer_needs_every_layer():
     subject = subject_of("mamba")
-    divergence = found(subject, chunked(ids_for(subject), 3), one_pass=True)
+    divergence = found(subject, chunked_prefill(ids_for(subject), 3), one_pass=True)
     assert divergence.confirmed
     layers = range(subject.info.num_layers)
     assert divergence.introduced == tuple(f"the output of backbone.layers.{i}.mixer.out_proj" for i in layers)
@@ -162,7 +162,7 @@ def test_a_scan_that_starts_again_in_every_layer_needs_every_layer():
 
 def test_a_window_placed_by_the_buffer_s_length_needs_every_local_layer():
     subject = subject_of("gpt_neo")
-    divergence = found(subject, on_cache(token_by_token(ids_for(subject)), CacheKind.STATIC), one_pass=True)
+    divergence = found(subject, with_cache(token_by_token(ids_for(subject)), CacheKind.STATIC), one_pass=True)
     assert divergence.confirmed
     local = [i for i, kind in enumerate(subject.config.attention_layers) if kind == "local"]
     assert divergence.introduced == tuple(

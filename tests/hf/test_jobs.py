@@ -10,7 +10,7 @@ import kvproof
 from kvproof._system.machine import use_threads
 from kvproof._system.pool import default_jobs
 from kvproof.contract.report import Report
-from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, named, random_programs
+from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, random_programs, select
 from kvproof.subjects import limits_of
 from kvproof.subjects._transformers import TransformersSubject, random_model
 
@@ -25,7 +25,7 @@ def model(name: str) -> TransformersSubject:
 
 def audited(subject: TransformersSubject, jobs: int) -> Report:
     drawn = random_programs(limits_of(subject), num=3, seed=0, max_len=8)
-    programs = (*named(catalogue(*SEQUENCES, subject.boundaries), only=SCENARIOS), *drawn)
+    programs = (*select(catalogue(*SEQUENCES, subject.boundaries), only=SCENARIOS), *drawn)
     return kvproof.audit(subject, programs, all_values=False, certificate=True, spread=True, jobs=jobs)
 
 

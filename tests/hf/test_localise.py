@@ -16,7 +16,7 @@ from kvproof.contract.results import Divergence
 from kvproof.contract.stages import LIKELY_CONTRACT, WRONG_DTYPE, WRONG_SLOT, Site, Stage
 from kvproof.errors import SubjectError
 from kvproof.faults import Fault, Planting
-from kvproof.scenarios import Ability, CacheKind, Extend, Scenario, chunked, on_cache, token_by_token
+from kvproof.scenarios import Ability, CacheKind, Extend, Scenario, chunked_prefill, token_by_token, with_cache
 from kvproof.subjects._transformers import TransformersSubject, random_model
 
 TYPES = ("llama", "gpt2", "gemma3_text", "mixtral")  # gemma's odd layers see a window of 8
@@ -90,7 +90,7 @@ def test_a_healthy_model_differs_nowhere_and_is_not_changed_by_being_looked_at(m
     watched, alone = subject.session(tap=Recorder()), subject.session()
     for part in (ids[:9], ids[9:10], ids[10:]):
         assert torch.equal(watched.extend([part]), alone.extend([part]))
-    for scenario, one_pass in ((token_by_token(ids), True), (chunked(ids, 5), False)):
+    for scenario, one_pass in ((token_by_token(ids), True), (chunked_prefill(ids, 5), False)):
         located = localise(subject, scenario, one_pass=one_pass)
         assert located.divergence is None, located.divergence.sentence
         assert located.num_values > 0
@@ -200,7 +200,7 @@ def test_a_fault_inside_a_block_is_named_at_its_own_token():
 
     fault = changing(Site(Stage.NEW_V, 0), change, call=1)
     for last_row in (ids_for(subject)[:8], None):
-        divergence = found(subject, chunked(ids_for(subject), 4), fault=fault, until=last_row)
+        divergence = found(subject, chunked_prefill(ids_for(subject), 4), fault=fault, until=last_row)
         assert (divergence.stage, divergence.layer, divergence.position) == (Stage.NEW_V, 0, 5)
         assert divergence.logits_differ
 
@@ -321,7 +321,7 @@ def test_a_type_without_the_librarys_attention_shows_its_modules(model_type: str
 
 def test_a_tied_attention_on_a_static_cache_shows_its_new_keys_where_they_stand():
     subject = subject_of("zamba")
-    program = on_cache(token_by_token(ids_for(subject, 6)), CacheKind.STATIC)
+    program = with_cache(token_by_token(ids_for(subject, 6)), CacheKind.STATIC)
     assert localise(subject, program, one_pass=True).divergence is None
 
 

@@ -25,13 +25,13 @@ from kvproof.scenarios import (
     Scenario,
     capacity,
     catalogue,
-    chunked,
+    chunked_prefill,
     compared_prefixes,
     generation,
     longest_sequences,
-    named,
-    on_cache,
     prompt_lookup,
+    select,
+    with_cache,
 )
 from kvproof.subjects._transformers import TransformersSubject, random_model
 
@@ -65,7 +65,7 @@ def subject_of(model_type: str) -> TransformersSubject:
 
 
 def scenarios_of(subject: TransformersSubject, *names: str) -> tuple[Scenario, ...]:
-    return named(catalogue(SEQUENCE, OTHER, subject.boundaries), only=names)
+    return select(catalogue(SEQUENCE, OTHER, subject.boundaries), only=names)
 
 
 def largest_gap(subject: TransformersSubject, scenario: Scenario) -> float:
@@ -133,7 +133,7 @@ def test_positions_that_start_after_the_padding_index_are_given_as_the_model_cou
     assert padding is not None
     assert subject.info.context_len == subject.config.max_position_embeddings - padding - 1
     with_padding = (*SEQUENCE[:5], padding, *SEQUENCE[6:])  # its token takes that position, and counts for none
-    for scenario in named(catalogue(with_padding, OTHER, subject.boundaries), only=[name]):
+    for scenario in select(catalogue(with_padding, OTHER, subject.boundaries), only=[name]):
         assert largest_gap(subject, scenario) < 1e-12
 
 
@@ -199,7 +199,7 @@ def test_a_state_has_no_slots_to_poison_and_takes_no_chunked_prompt():
 
 def test_a_static_cache_is_made_for_the_program_and_reset_in_place():
     subject = subject_of("llama")
-    scenario = on_cache(chunked(SEQUENCE[:6], 3), CacheKind.STATIC)
+    scenario = with_cache(chunked_prefill(SEQUENCE[:6], 3), CacheKind.STATIC)
     session = subject.session(cache=scenario.cache, capacity=capacity(scenario))
     first = session.extend([SEQUENCE[:6]])
     buffer = session.cache.layers[0].keys

@@ -12,7 +12,7 @@ from kvproof import Stops, audit, generate, replay
 from kvproof._engine.prompts import sequences_for
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.render.html import render
-from kvproof.scenarios import chunked, token_by_token
+from kvproof.scenarios import chunked_prefill, token_by_token
 from kvproof.subjects import Subject
 from kvproof.subjects._targets import LoadOptions, load_target
 
@@ -46,7 +46,7 @@ def test_its_weights_are_those_that_were_trained(smollm2: Subject):
 
 def test_its_cached_path_passes(smollm2: Subject):
     ids, _ = sequences_for(smollm2, PROMPT, 16, seed=0)
-    report = audit(smollm2, [token_by_token(ids), chunked(ids, 5)], all_values=False)
+    report = audit(smollm2, [token_by_token(ids), chunked_prefill(ids, 5)], all_values=False)
     assert report.verdict.passes, report.summary
     rows = {scenario.name: scenario.rows for scenario in report.scenarios}
     assert len(rows["token-by-token"]) == len(rows["chunked prefill"]) == 16

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,21 @@ pytest.importorskip("transformers")
 from kvproof._engine.programs import run_program
 from kvproof._numerics.tolerances import TOP_RUNG
 from kvproof._shrinking.models import Recipe, num_parameters, plain_model, recipe_of, smaller_recipes
-from kvproof._shrinking.programs import Looker
+from kvproof._shrinking.programs import FailureFinder
 from kvproof._shrinking.standalone import Found, standalone
 from kvproof.errors import UsageError
 from kvproof.scenarios import (
     Ability,
+    Action,
     CacheKind,
+    Claim,
     Crop,
     Extend,
     Fork,
     Generate,
     Method,
     Open,
+    OpenSession,
     Operation,
     Poison,
     Reorder,
@@ -130,7 +134,7 @@ def test_what_is_wrong_exits_with_1_by_the_gap_that_kvproof_measures(name: str):
     kind, program = FAULTY[name]
     subject, recipe = model_of(kind)
     found = found_in(program, subject)
-    failure = Looker(subject).failure(program)
+    failure = FailureFinder(subject).find(program)
     assert failure is not None
     exact = Found(
         program=program,
@@ -151,7 +155,7 @@ def test_a_model_that_sees_later_tokens_is_shown_without_a_cache():
     program = program_of(A)
     for kind, expected in (("big_bird", 1), ("llama", 0)):
         subject, recipe = model_of(kind)
-        assert (Looker(subject, cached=False).failure(program) is not None) == bool(expected)
+        assert (FailureFinder(subject, cached=False).find(program) is not None) == bool(expected)
         found = Found(
             program=program,
             place=(0, 0, 0),
@@ -194,14 +198,24 @@ def test_a_model_on_disk_is_read_from_its_folder(tmp_path: Path):
     assert run_text(text)[0] == 0
 
 
+class Shout(Action):
+    """An action that no file knows."""
+
+    __slots__ = ()
+
+    def act(self, session: OpenSession) -> Counter[Claim]:
+        return Counter()
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
         (program_of(Generate(method=Method.GREEDY, prompts=((1, 2),), steps=(((0, 3),),))), "generate()"),
         (program_of(A, cache=CacheKind.OFFLOADED), "offloaded cache"),
+        (program_of(A, Shout(), B), "programs with shout are not written out"),
         (program_of(*[B] * 40), "has fewer than 60"),
     ],
-    ids=["generate", "offloaded", "long"],
+    ids=["generate", "offloaded", "unknown", "long"],
 )
 def test_what_cannot_be_written_out_is_refused(program: Scenario, words: str):
     subject, recipe = model_of("llama")
@@ -237,7 +251,7 @@ def test_every_simpler_recipe_keeps_its_lists_as_long_as_its_layers():
 def test_random_programs_raise_no_alarm_where_windows_drop_what_they_passed():
     subject, _ = model_of("gemma3")
     assert Ability.CROP in subject.info.abilities
-    looker = Looker(subject)
+    finder = FailureFinder(subject)
     for program in random_programs(limits_of(subject), num=12, seed=2, max_len=14):
-        assert looker.failure(program) is None, program.operations
+        assert finder.find(program) is None, program.operations
         list(run_program(subject, program))  # and nothing is refused

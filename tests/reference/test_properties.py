@@ -9,7 +9,7 @@ from tests.strategies import programs, sequences, subjects
 from kvproof import UsageError, Verdict, audit
 from kvproof._engine.programs import run_program
 from kvproof._numerics.tolerances import TOP_RUNG
-from kvproof.scenarios import chunked, prefill_and_steps, rollback, token_by_token
+from kvproof.scenarios import chunked_prefill, prefill_and_steps, rollback, token_by_token
 
 
 @settings(max_examples=60)
@@ -36,7 +36,7 @@ def test_an_audit_of_any_healthy_decoder_passes(data: st.DataObject):
         [
             token_by_token(ids),
             prefill_and_steps(ids, split),
-            chunked(ids, split),
+            chunked_prefill(ids, split),
             rollback(ids, split, ids[split:]),
         ],
     )

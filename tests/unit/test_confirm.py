@@ -20,7 +20,15 @@ from kvproof.faults import Fault, Planting
 from kvproof.faults._plantings import EditOnce
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
-from kvproof.scenarios import Scenario, beam_reorder, chunked, fork, interleaved, rollback, token_by_token
+from kvproof.scenarios import (
+    Scenario,
+    beam_reorder,
+    chunked_prefill,
+    fork,
+    interleaved_requests,
+    rollback,
+    token_by_token,
+)
 from kvproof.subjects import Session
 from kvproof.subjects._reference import ReferenceSession
 
@@ -97,10 +105,10 @@ def test_a_fault_at_several_places_is_confirmed_once_all_are_put_right(
     "scenario",
     [
         fork(IDS[:3], IDS[3:5], IDS[5:7]),
-        interleaved(IDS[:3], IDS[3:6]),
+        interleaved_requests(IDS[:3], IDS[3:6]),
         rollback(IDS[:5], 2, IDS[5:]),
         beam_reorder(IDS[:3], ((1, 0, 2), (2, 2, 0)), IDS[:5]),
-        chunked(IDS, 3),
+        chunked_prefill(IDS, 3),
     ],
     ids=lambda scenario: scenario.name,
 )

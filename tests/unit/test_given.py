@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvproof import Verdict, audit
 from kvproof.errors import SubjectError, UsageError
-from kvproof.scenarios import Ability, Boundaries, chunked, token_by_token
+from kvproof.scenarios import Ability, Boundaries, chunked_prefill, token_by_token
 from kvproof.subjects import CacheWays, CallableSubject, ModuleSubject, as_subject
 from kvproof.subjects._factory import factory_of
 from kvproof.subjects._given import as_tensor
@@ -79,7 +79,7 @@ def test_in_float32_alone_noise_excuses_and_never_convicts():
 
 def test_a_function_that_gives_its_last_row_alone_is_asked_for_each_prefix():
     full, step = sums()
-    report = audit((lambda ids: full(ids)[-1], step), [chunked(IDS, 3)])
+    report = audit((lambda ids: full(ids)[-1], step), [chunked_prefill(IDS, 3)])
     assert report.verdict.passes
     assert len(report.scenarios[-1].rows) == len(IDS)
 

@@ -14,7 +14,7 @@ from kvproof.contract.stages import OVER_SLOTS, Site, Stage
 from kvproof.errors import AbilityError
 from kvproof.faults import Fault, Planting
 from kvproof.reference.corpus import SEQUENCES
-from kvproof.scenarios import Ability, chunked, interleaved, rollback, token_by_token
+from kvproof.scenarios import Ability, chunked_prefill, interleaved_requests, rollback, token_by_token
 
 FAULTS = [
     faults.wrong_position(),
@@ -45,7 +45,11 @@ def test_one_pass_finds_what_literal_runs_find(subject: ReferenceSubject, fault:
 
 
 def test_one_pass_finds_nothing_in_a_healthy_path_and_compares_as_much(subject: ReferenceSubject):
-    for scenario in (token_by_token(SEQUENCES[0]), chunked(SEQUENCES[0], 2), interleaved(*SEQUENCES[:2])):
+    for scenario in (
+        token_by_token(SEQUENCES[0]),
+        chunked_prefill(SEQUENCES[0], 2),
+        interleaved_requests(*SEQUENCES[:2]),
+    ):
         literal, one_pass = localise(subject, scenario), localise(subject, scenario, one_pass=True)
         assert literal.divergence is one_pass.divergence is None
         assert literal.num_values == one_pass.num_values

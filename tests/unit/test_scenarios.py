@@ -26,15 +26,15 @@ from kvproof.scenarios import (
     beam_search,
     capacity,
     catalogue,
-    chunked,
+    chunked_prefill,
     compared_prefixes,
     context_end,
     fork,
     generation,
-    interleaved,
+    interleaved_requests,
     isolation,
     longest_sequences,
-    poisoned,
+    poisoned_buffer,
     prefill_and_steps,
     prompt_lookup,
     rollback,
@@ -122,8 +122,8 @@ FEEDS = {
     "token by token": (token_by_token(A), (feed((0,)), feed((2,)), feed((3,)), feed((5,)))),
     "prefill and steps": (prefill_and_steps(A, 2), (feed((0, 2)), feed((3,)), feed((5,)))),
     "prefill of everything": (prefill_and_steps(A, 4), (feed(A),)),
-    "chunks": (chunked(A, 2), (feed((0, 2)), feed((3, 5)))),
-    "a last chunk that is shorter": (chunked(A, 3), (feed((0, 2, 3)), feed((5,)))),
+    "chunks": (chunked_prefill(A, 2), (feed((0, 2)), feed((3, 5)))),
+    "a last chunk that is shorter": (chunked_prefill(A, 3), (feed((0, 2, 3)), feed((5,)))),
     "rollback": (rollback(A, 2, (6, 7)), (feed(A), Crop(length=2), feed((6,)), feed((7,)))),
     "fork": (
         fork(A[:2], (3, 5), (6, 7)),
@@ -137,7 +137,7 @@ FEEDS = {
         ),
     ),
     "interleaved": (
-        interleaved(A[:2], B[:2]),
+        interleaved_requests(A[:2], B[:2]),
         (Open(), feed((0,)), feed((0,), session=1), feed((2,)), feed((6,), session=1)),
     ),
 }
@@ -161,8 +161,8 @@ def test_a_program_run_on_a_decoder_consumes_its_longest_sequences(scenario: Sce
     [
         (token_by_token(A), set()),
         (prefill_and_steps(A, 2), set()),
-        (chunked(A, 2), set()),
-        (interleaved(A, B), set()),
+        (chunked_prefill(A, 2), set()),
+        (interleaved_requests(A, B), set()),
         (rollback(A, 2, (6,)), {Ability.CROP}),
         (fork(A[:2], (3,), (6,)), {Ability.FORK}),
     ],
@@ -176,7 +176,7 @@ def test_a_program_needs_the_abilities_of_its_operations(scenario: Scenario, nee
 def test_a_chunk_without_a_token_is_refused(size: int):
     """A size of 0 was an error of Python's own, and a negative one made a program that feeds nothing."""
     with pytest.raises(UsageError, match=f"^a chunk holds at least 1 token, not {size}$"):
-        chunked(A, size)
+        chunked_prefill(A, size)
 
 
 @pytest.mark.parametrize("split", [0, -1, 5, 100])
@@ -187,7 +187,9 @@ def test_a_prompt_of_no_token_or_of_more_than_there_are_is_refused(split: int):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: fork((0,), (1,), (2, 3)), lambda: interleaved((1, 2), (3,))], ids=["fork", "interleaved"]
+    "make",
+    [lambda: fork((0,), (1,), (2, 3)), lambda: interleaved_requests((1, 2), (3,))],
+    ids=["fork", "interleaved"],
 )
 def test_turns_of_unequal_length_are_refused(make):
     with pytest.raises(ValueError, match=r"^zip\(\)"):
@@ -216,7 +218,7 @@ ROLLED = rollback_across_calls(range(6), 4, 3, (7, 8))
             (feed((0,), (1,)), feed((2, 3), (5, 6)), feed((4,), (7,))),
         ),
         (
-            poisoned((0, 1, 2), (3, 4, 5), 2),
+            poisoned_buffer((0, 1, 2), (3, 4, 5), 2),
             (feed((0, 1)), Poison(), feed((2,)), Reset(), Poison(), feed((3, 4)), feed((5,))),
         ),
         (
@@ -290,23 +292,24 @@ def test_every_window_that_fits_is_crossed():
 @pytest.mark.parametrize(
     ("boundaries", "name", "reason"),
     [
-        (None, "window crossing", "were not asked for"),
-        (None, "context end", "were not asked for"),
-        (None, "rollback across calls", "were not asked for"),
+        (None, "window crossing", "the boundaries of the subject are unknown"),
+        (None, "context end", "the boundaries of the subject are unknown"),
+        (None, "rollback across calls", "the boundaries of the subject are unknown"),
         (Boundaries(context_len=64), "window crossing", "the subject has no window"),
         (Boundaries(context_len=64, windows=(1,)), "window crossing", "the subject has no window"),
         (
             Boundaries(context_len=64, windows=(32,)),
             "window crossing",
-            "65 tokens cross the window of 32: the context takes 64",
+            "crossing the window of 32 takes 65 tokens, and the context ends at 64",
         ),
         (
             Boundaries(context_len=2000, windows=(512,)),
             "window crossing",
-            "1025 tokens cross the window of 512: the context takes 2000, and sequences of 28 at most 112",
+            "crossing the window of 512 takes 1025 tokens, and sequences of 28 tokens allow at most 112",
         ),
-        (Boundaries(context_len=513), "context end", "the context takes 513 tokens"),
-        (Boundaries(context_len=64, windows=(4,)), "rollback across calls", "has left a window of 4"),
+        (Boundaries(context_len=2), "context end", "a context of 2 tokens is too short"),
+        (Boundaries(context_len=513), "context end", "filling the context takes 513 tokens"),
+        (Boundaries(context_len=64, windows=(4,)), "rollback across calls", "has left the window of 4"),
     ],
 )
 def test_a_boundary_that_is_not_crossed_is_listed_with_the_reason(
@@ -354,7 +357,7 @@ def test_each_kind_of_cache_has_its_ability():
 def test_sequences_of_too_few_tokens_leave_out_what_needs_different_ones():
     scenarios = catalogue((1, 2, 3) * 4, (3, 2, 1) * 4)
     reasons = {scenario.name: scenario.skipped for scenario in scenarios if scenario.name.startswith("generate")}
-    assert "four different tokens, and the sequences have 3" in reasons["generate beam search"]
+    assert "four different tokens, and the sequences have only 3" in reasons["generate beam search"]
     assert "four different tokens" in reasons["generate prompt lookup"]
     assert reasons["generate greedy"] is None
 
@@ -401,7 +404,7 @@ def test_a_session_that_takes_tokens_it_had_to_refuse_is_an_error(subject: Refer
 
 @pytest.mark.parametrize(
     "scenario",
-    [poisoned(A, A, 2), generation(Method.GREEDY, (A[:2],), (A[2:],)), prompt_lookup((0, 2, 3), 5)],
+    [poisoned_buffer(A, A, 2), generation(Method.GREEDY, (A[:2],), (A[2:],)), prompt_lookup((0, 2, 3), 5)],
     ids=lambda scenario: scenario.name,
 )
 def test_what_the_subject_cannot_do_is_refused(scenario: Scenario, subject: ReferenceSubject):

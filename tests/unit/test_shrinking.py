@@ -1,7 +1,8 @@
 """Random programs are legal, find planted faults, and shrink to the shortest program that shows them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,29 +11,35 @@ from hypothesis import strategies as st
 from tests.strategies import programs, random_subject, subjects
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._engine.programs import run_program
+from kvproof._engine.programs import Coverage, run_program
 from kvproof._numerics.tolerances import TOP_RUNG
-from kvproof._shrinking.programs import Looker, Tries, simplest
-from kvproof._shrinking.simpler import cost_of, num_tokens, smaller
-from kvproof.errors import SubjectError
+from kvproof._shrinking.programs import FailureFinder, Tries, simplify
+from kvproof._shrinking.simpler import cost_of, num_tokens, simpler_programs
+from kvproof.errors import SubjectError, UsageError
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import (
     Ability,
+    Action,
     Boundaries,
     CacheKind,
+    Claim,
     Crop,
     Extend,
     Fork,
     Limits,
     Open,
+    OpenSession,
     Operation,
     Reorder,
     Reset,
     Scenario,
+    SessionState,
+    drawable_kinds,
     is_legal,
     longest_sequences,
+    needs_of,
     random_programs,
-    usable,
+    walk,
 )
 from kvproof.subjects import Subject, limits_of
 from kvproof.subjects._base import Opening
@@ -58,7 +65,7 @@ def test_every_simpler_program_that_is_called_legal_runs(data: st.DataObject):
     """What is simpler is never refused, so a refusal cannot end a search for the wrong reason."""
     subject = data.draw(subjects(min_context=4))
     program = data.draw(programs(subject))
-    for candidate in list(smaller(program))[:12]:
+    for candidate in list(simpler_programs(program))[:12]:
         if is_legal(candidate, limits_of(subject)):
             list(run_program(subject, candidate))
 
@@ -85,8 +92,8 @@ def test_every_kind_of_operation_and_cache_is_drawn():
 def test_what_a_subject_is_not_able_to_do_is_never_drawn(ability: Ability, kind: type):
     without = replace(LIMITS, abilities=LIMITS.abilities - {ability})
     assert kind not in {type(operation) for operation in drawn(without)}
-    assert kind.__name__.lower() in usable(LIMITS)
-    assert kind.__name__.lower() not in usable(without)
+    assert kind.__name__.lower() in drawable_kinds(LIMITS)
+    assert kind.__name__.lower() not in drawable_kinds(without)
 
 
 def test_a_subject_without_batches_gets_one_row():
@@ -152,9 +159,9 @@ def test_a_planted_fault_is_found_and_shrinks_to_the_shortest_program(broken: st
     drawn = random_programs(limits_of(subject), num=16, seed=0, max_len=6)
     report = audit(subject, drawn, all_values=False)
     assert report.scenarios[-1].verdict is Verdict.DIVERGED
-    looker = Looker(subject.cast(TOP_RUNG))
-    program, failure = next((p, f) for p in drawn if (f := looker.failure(p)) is not None)
-    shortest, found = looker.shrunk(program, failure, Tries(most=400))
+    finder = FailureFinder(subject.cast(TOP_RUNG))
+    program, failure = next((p, f) for p in drawn if (f := finder.find(p)) is not None)
+    shortest, found = finder.shrink(program, failure, Tries(max_tries=400))
     assert tuple(map(type, shortest.operations)) == SHORTEST[broken]
     assert num_tokens(shortest) <= (4 if broken == "reorder" else 2)
     assert found.prefix in {s[: len(found.prefix)] for s in longest_sequences(shortest)}
@@ -184,13 +191,77 @@ def test_what_was_able_and_not_tried_is_said():
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undo(Action):
+    """Forget the newest ``num`` tokens: an operation that no tool knows."""
+
+    ability = Ability.CROP
+
+    num: int
+
+    def change(self, state: SessionState) -> SessionState:
+        return Crop(length=state.length - self.num).change(state)
+
+    def is_allowed(self, states: tuple[SessionState, ...], limits: Limits, cache: CacheKind) -> bool:
+        return 0 < self.num <= states[self.session].length and cache is CacheKind.DYNAMIC
+
+    def act(self, session: OpenSession) -> Counter[Claim]:
+        session.crop(len(session) - self.num)
+        return Counter()
+
+    @property
+    def magnitude(self) -> int:
+        return self.num
+
+    def simplify(self) -> Iterator["Undo"]:
+        if self.num > 1:
+            yield replace(self, num=self.num - 1)
+
+
+def test_a_new_operation_is_run_checked_and_shrunk_by_what_its_class_says():
+    operations = (Extend(ids=((1, 2, 3, 4),)), Undo(num=2), Extend(ids=((5,),)), Extend(ids=((6,),)))
+    program = Scenario(name="x", exposes="x", operations=operations)
+    assert longest_sequences(program) == ((1, 2, 3, 4), (1, 2, 5, 6))
+    assert needs_of(program) == {Ability.CROP}
+    assert is_legal(program, LIMITS)
+    assert not is_legal(replace(program, operations=(Extend(ids=((1,),)), Undo(num=2))), LIMITS)
+    coverage = Coverage()
+    calls = list(run_program(random_subject(CONFIG, 0), program, coverage=coverage))
+    assert [row.prefix for row in calls[-1].rows] == [(1, 2, 5, 6)]
+    assert coverage.made["undo"] == 1
+    finder = FailureFinder(planted("crop").cast(TOP_RUNG))
+    failure = finder.find(program)
+    assert failure is not None
+    shortest, _ = finder.shrink(program, failure, Tries(max_tries=400))
+    assert tuple(map(type, shortest.operations)) == (Extend, Undo, Extend)
+    assert (shortest.operations[1], num_tokens(shortest)) == (Undo(num=1), 2)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Extend(ids=((1,),), session=1),
+        Extend(ids=((1,), (2,))),
+        Reorder(rows=(1,)),
+        Fork(session=-1),
+        Crop(length=-1),
+    ],
+    ids=lambda operation: operation.kind(),
+)
+def test_an_operation_on_what_does_not_exist_is_refused_and_never_legal(operation: Operation):
+    program = Scenario(name="x", exposes="x", operations=(Extend(ids=((1,),)), operation))
+    assert not is_legal(program, LIMITS)
+    with pytest.raises(UsageError, match=r"^operation 1 of 'x' names a session or rows that do not exist: "):
+        list(walk(program))
+
+
 def test_what_raises_shows_no_wrong_row():
     class Raising(ReferenceSubject):
         def _session(self, opening: Opening) -> ReferenceSession:
             raise SubjectError("no session today")
 
     subject = Raising(random_subject(CONFIG, 0).checkpoint)
-    assert Looker(subject).failure(Scenario(name="x", exposes="x", operations=(Extend(ids=((1,),)),))) is None
+    assert FailureFinder(subject).find(Scenario(name="x", exposes="x", operations=(Extend(ids=((1,),)),))) is None
 
 
 def test_both_forms_of_a_subject_must_fail():
@@ -198,7 +269,7 @@ def test_both_forms_of_a_subject_must_fail():
     broken, healthy = planted("crop").cast(TOP_RUNG), random_subject(CONFIG, 0).cast(TOP_RUNG)
 
     def num_found(*subjects: Subject) -> int:
-        return sum(Looker(*subjects).failure(p) is not None for p in program)
+        return sum(FailureFinder(*subjects).find(p) is not None for p in program)
 
     assert num_found(broken, broken) == num_found(broken) > 0
     assert num_found(broken, healthy) == 0
@@ -212,8 +283,8 @@ def test_tries_are_bounded_counted_and_never_repeated():
 
     def search(most: int, good: Callable[[int], bool]) -> int:
         told.clear()
-        tries = Tries(most=most, on_try=told.append)
-        return simplest(100, halves, lambda new, old: new < old and good(new), tries, key=int)
+        tries = Tries(max_tries=most, on_try=told.append)
+        return simplify(100, halves, lambda new, old: new < old and good(new), tries, key=int)
 
     assert search(1000, lambda number: number >= 7) == 7
     assert told == list(range(1, len(told) + 1))

@@ -12,7 +12,7 @@ from kvproof._engine.uncached_rows import Uncached
 from kvproof._numerics.taps import Tap
 from kvproof.contract.results import FourWays
 from kvproof.reference import Checkpoint, DecoderConfig
-from kvproof.scenarios import chunked, token_by_token
+from kvproof.scenarios import chunked_prefill, token_by_token
 from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
 
@@ -223,7 +223,7 @@ def test_a_cached_path_that_is_wrong_at_the_last_row_is_not_blamed_on_the_uncach
 
 def test_an_audit_names_the_suspect_of_the_first_row_that_diverged(healthy: Checkpoint):
     report = audit(
-        Broken(healthy, call=lambda start, num_new: start == 3), [chunked(IDS, 3), token_by_token(IDS)]
+        Broken(healthy, call=lambda start, num_new: start == 3), [chunked_prefill(IDS, 3), token_by_token(IDS)]
     )
     assert report.verdict is Verdict.DIVERGED
     _, chunks, steps = report.scenarios

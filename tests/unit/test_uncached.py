@@ -16,7 +16,7 @@ from kvproof._engine.uncached_rows import CAUSALITY_LEN, Uncached
 from kvproof._numerics.taps import Tap
 from kvproof.errors import SubjectError
 from kvproof.reference import Checkpoint, DecoderConfig
-from kvproof.scenarios import Ability, chunked, token_by_token
+from kvproof.scenarios import Ability, chunked_prefill, token_by_token
 from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
 
@@ -193,7 +193,7 @@ def test_rows_that_are_kept_hold_the_memory_of_no_others(watched: Watched, monke
 def test_an_audit_in_tiny_blocks_finds_what_one_in_a_single_block_does(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
-    programs = [token_by_token(IDS[:12]), chunked(OTHER, 5)]
+    programs = [token_by_token(IDS[:12]), chunked_prefill(OTHER, 5)]
     whole = audit(watched, programs, all_values=False)
     in_blocks(monkeypatch, block_len=3, num_blocks=1)
     assert audit(watched, programs, all_values=False).scenarios == whole.scenarios
@@ -277,7 +277,9 @@ def test_a_float64_rung_that_raises_is_given_up_and_noise_alone_decides(
     watched: Watched, reference: Reference, length: int
 ):
     watched.broken = {(torch.float64, length)}
-    report = audit(watched, [token_by_token(IDS[:9]), chunked(IDS[:9], 4)], reference=reference, tolerance=LOOSE)
+    report = audit(
+        watched, [token_by_token(IDS[:9]), chunked_prefill(IDS[:9], 4)], reference=reference, tolerance=LOOSE
+    )
     assert report.verdict is Verdict.MATCH
     (note,) = notes_of(report)
     assert note == (
@@ -359,7 +361,7 @@ class _OneTokenACall(ReferenceSession):
 
 def test_a_float64_session_that_raises_in_one_scenario_costs_that_scenario_its_top_rung(watched: Watched):
     subject = NoBlocksInFloat64(watched.checkpoint)
-    report = audit(subject, [token_by_token(IDS[:9]), chunked(IDS[:9], 4)], tolerance=LOOSE)
+    report = audit(subject, [token_by_token(IDS[:9]), chunked_prefill(IDS[:9], 4)], tolerance=LOOSE)
     assert report.verdict is Verdict.MATCH
     assert notes_of(report) == (
         "chunked prefill ran without the float64 rung, which raised: "
@@ -384,7 +386,7 @@ def test_a_declared_forward_that_raises_makes_every_scenario_inconclusive_and_sa
 def test_a_sequence_that_cannot_be_run_leaves_the_others_their_float64_and_causality(watched: Watched):
     """One scenario past what a decoder can run made the audit of all others do without both."""
     watched.broken = {(torch.float32, len(IDS)), (torch.float64, len(IDS))}
-    report = audit(watched, [token_by_token(IDS), chunked(OTHER, 5)], all_values=False)
+    report = audit(watched, [token_by_token(IDS), chunked_prefill(OTHER, 5)], all_values=False)
     causality, long, short = report.scenarios
     assert notes_of(report) == ()
     assert causality.verdict.passes
@@ -404,6 +406,6 @@ def test_a_leak_is_found_beside_a_sequence_that_cannot_be_run():
 
     subject = Looks(random_subject(CONFIG, seed=3).checkpoint)
     subject.broken = {(torch.float32, len(IDS)), (torch.float64, len(IDS))}
-    report = audit(subject, [token_by_token(IDS), chunked(OTHER, 5)], all_values=False)
+    report = audit(subject, [token_by_token(IDS), chunked_prefill(OTHER, 5)], all_values=False)
     assert report.scenarios[0].verdict is Verdict.DIVERGED
     assert "not causal" in report.summary

@@ -40,7 +40,7 @@ from kvproof.contract.results import (
 )
 from kvproof.errors import SubjectError, UsageError
 from kvproof.faults import Fault
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
+from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, drawable_kinds, longest_sequences
 from kvproof.subjects import Subject, as_subject, limits_of
 
 NO_CERTIFICATE = "no certificate (--no-certificate): no faults were planted to prove that this audit can fail"
@@ -328,7 +328,7 @@ class Auditor:
             yield f"{name} ran without the float64 rung, which raised: {reason}"
         made = self._side.made
         if made:
-            kinds = ("row", *usable(limits_of(self.subject)))
+            kinds = ("row", *drawable_kinds(limits_of(self.subject)))
             listed = [f"{made[kind]} {kind}{'' if made[kind] == 1 else 's'}" for kind in kinds]
             text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
             none = [kind for kind in kinds if not made[kind]]

@@ -1,4 +1,4 @@
-"""Runs a scenario's operations on sessions, call by call."""
+"""Runs the operations of a scenario on sessions, call by call."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,29 +9,14 @@ from torch import Tensor
 
 from kvproof._numerics.taps import Tap
 from kvproof.contract.stages import Site, Stage
-from kvproof.errors import ContextError, SubjectError
 from kvproof.faults import Planting
-from kvproof.scenarios import (
-    Claim,
-    Crop,
-    Extend,
-    Fork,
-    Generate,
-    Open,
-    Operation,
-    Poison,
-    Refused,
-    Reorder,
-    Reset,
-    Scenario,
-    capacity,
-)
+from kvproof.scenarios import Action, Claim, Extend, Fork, Generate, Open, Operation, Scenario, capacity
 from kvproof.subjects import Session, Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of logits that a call gave, with the tokens whose uncached row it must equal."""
+    """One row of logits from a call, with the tokens whose uncached row it must equal."""
 
     prefix: tuple[int, ...]
     batch_row: int
@@ -42,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One `Extend`, or one forward of a `Generate`, that ran; ``tap`` is its session's, or the forward's."""
+    """One `Extend`, or one forward of a `Generate`, with the tap of its session or of the forward."""
 
     rows: tuple[Row, ...]
     tap: Tap
@@ -50,14 +35,14 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Coverage:
-    """What a run really reached and did, to hold against what its scenario says."""
+    """What a run reached and did, to compare with what its scenario promises."""
 
     lengths: set[int] = field(default_factory=set)  #: of the prefixes whose rows were compared
     counts: Counter[Claim] = field(default_factory=Counter)
-    made: Counter[str] = field(default_factory=Counter)  #: operations by kind, and rows that were given
+    made: Counter[str] = field(default_factory=Counter)  #: how many operations of each kind, and rows, there were
 
     def missing(self, scenario: Scenario) -> str | None:
-        """Return what the scenario says it does and did not, in words, or none."""
+        """Say what the scenario promises and the run did not do, or return None."""
         lengths = [str(length) for length in scenario.crosses if length not in self.lengths]
         parts = [f"no row after {', '.join(lengths)} tokens"] if lengths else []
         parts += [f"no {claim.value}" for claim in sorted(scenario.claims) if not self.counts[claim]]
@@ -80,7 +65,7 @@ def run_program(
     session that has run the first operation, an `Extend`: the program goes on from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
-    for call in _Run(subject, scenario, planting or Planting(), coverage).calls(prompted):
+    for call in _ProgramRun(subject, scenario, planting or Planting(), coverage).calls(prompted):
         coverage.lengths.update(len(row.prefix) for row in call.rows)
         coverage.made["row"] += len(call.rows)
         yield call
@@ -99,14 +84,14 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
         )
         for offset in range(num_new)
         for batch_row, ids in enumerate(session.ids)
-        # What stands before a shorter row is padding.
+        # The columns before a shorter row hold padding.
         if offset >= num_new - (1 if operation.last_only else len(operation.ids[batch_row]))
     )
     return Call(rows=rows, tap=tap)
 
 
-class _Run:
-    """The sessions of one run of a scenario, with the tap of each."""
+class _ProgramRun:
+    """One run of a scenario: its sessions, each with its tap."""
 
     def __init__(self, subject: Subject, scenario: Scenario, planting: Planting, coverage: Coverage) -> None:
         self.subject = subject
@@ -117,26 +102,26 @@ class _Run:
         self.sessions: list[tuple[Session, Tap]] = []
 
     def calls(self, prompted: Session | None) -> Iterator[Call]:
-        """Run the operations and yield what gave rows."""
+        """Run the operations and yield each call that gives rows."""
         operations = self.scenario.operations
         if prompted is not None:
-            self._go_on_from(prompted)
+            self._start_from(prompted)
             operations = operations[1:]
         elif any(not isinstance(operation, Generate) for operation in operations):
             self._open(self.scenario.batch)
         for operation in operations:
-            match operation:
-                case Extend(session=index):
-                    session, tap = self.sessions[index]
-                    call = _extend(session, operation, tap)
-                    self.planting.after_call(session)
-                    self.made["extend"] += 1
-                    yield call
-                case Generate():
-                    yield from self._generate(operation)
-                case _:
-                    self._apply(operation)
-                    self.made[type(operation).__name__.lower()] += 1
+            if isinstance(operation, Generate):
+                yield from self._generate(operation)
+                continue
+            if isinstance(operation, Extend):
+                session, tap = self.sessions[operation.session]
+                call = _extend(session, operation, tap)
+                self.planting.after_call(session)
+                self.made[operation.kind()] += 1
+                yield call
+            else:
+                self._apply(operation)
+                self.made[operation.kind()] += 1
 
     def _open(self, batch: int) -> None:
         tap = self.planting()
@@ -150,8 +135,8 @@ class _Run:
         )
         self.sessions.append((session, tap))
 
-    def _go_on_from(self, prompted: Session) -> None:
-        """Fork a session in place of the first one; its tap is shown the tokens that it has not seen."""
+    def _start_from(self, prompted: Session) -> None:
+        """Fork a session to be the first one, and show its tap the tokens that it has not seen."""
         tap = self.planting()
         session = prompted.fork(tap=tap)
         longest = max(map(len, session.ids))
@@ -160,33 +145,17 @@ class _Run:
         self.planting.after_call(session)
 
     def _apply(self, operation: Operation) -> None:
+        """Carry out an operation that gives no rows."""
         match operation:
             case Open(batch=batch):
                 self._open(batch)
             case Fork(session=index):
                 tap = self.planting()
                 self.sessions.append((self.planting.fork(self.sessions[index][0], tap), tap))
-            case Crop(session=index, length=length):
-                self.planting.crop(self.sessions[index][0], length)
-            case Reorder(session=index, rows=rows):
-                self.planting.reorder(self.sessions[index][0], rows)
-            case Reset(session=index):
-                self.planting.reset(self.sessions[index][0])
-            case Poison(session=index):
-                self.counts[Claim.POISONED] += self.sessions[index][0].poison()
-            case Refused(session=index, ids=ids):
-                self._be_refused(self.sessions[index][0], ids)
-
-    def _be_refused(self, session: Session, ids: tuple[tuple[int, ...], ...]) -> None:
-        before = session.ids
-        try:
-            session.extend(ids)
-        except ContextError:
-            if session.ids != before:
-                raise SubjectError("a call that was refused for its length changed the session") from None
-            self.counts[Claim.REFUSED] += 1
-        else:
-            raise SubjectError(f"{len(session)} tokens were taken, and the context ends before")
+            case Action(session=index):
+                self.counts.update(self.planting.act(operation, self.sessions[index][0]))
+            case _:
+                raise TypeError(f"no run can carry out {operation!r}")
 
     def _generate(self, operation: Generate) -> Iterator[Call]:
         generated = self.subject.generate(operation, self.planting)

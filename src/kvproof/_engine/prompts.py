@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from kvproof.errors import UsageError
-from kvproof.scenarios import Scenario, catalogue, named
+from kvproof.scenarios import Scenario, catalogue, select
 from kvproof.subjects import Subject
 
 #: Tokens a sequence, where the caller does not say.
@@ -41,7 +41,7 @@ def programs_for(
     names = [] if wanted is None else [entry for entry in wanted if isinstance(entry, str)]
     if wanted is None or names:
         sequences = random_sequences(subject, min(length, subject.info.context_len), seed)
-        yield from named(catalogue(*sequences, subject.boundaries), only=names)
+        yield from select(catalogue(*sequences, subject.boundaries), only=names)
     yield from (entry for entry in wanted or () if not isinstance(entry, str))
 
 

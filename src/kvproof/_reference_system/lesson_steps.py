@@ -39,7 +39,7 @@ from kvproof.faults import (
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference import VOCABULARY, Checkpoint
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
-from kvproof.scenarios import Scenario, interleaved, token_by_token
+from kvproof.scenarios import Scenario, interleaved_requests, token_by_token
 from kvproof.subjects import ReferenceSubject
 
 #: A value differs where a reader of four digits sees it. Rounding stays an order of magnitude below, and every
@@ -129,7 +129,7 @@ def _program(ids: tuple[int, ...], fault: Fault | None) -> Scenario:
     """Return the program that shows a fault: one request alone, or two where one disturbs the other."""
     if fault is not None and fault.name == shared_between_requests().name:
         other = next(sequence for sequence in SEQUENCES if sequence[1] != ids[1])
-        return interleaved(ids, other)
+        return interleaved_requests(ids, other)
     return token_by_token(ids)
 
 

@@ -38,7 +38,7 @@ from kvproof.reference import (
     largest_probability_error,
 )
 from kvproof.reference.corpus import BOS_ID, EOS_ID, SEQUENCES
-from kvproof.scenarios import interleaved, token_by_token
+from kvproof.scenarios import interleaved_requests, token_by_token
 from kvproof.subjects import ReferenceSubject
 
 TOLERANCE = Tolerance(
@@ -77,7 +77,7 @@ def _milestone(
 ) -> Report:
     digest_before = checkpoint.digest
     subject = ReferenceSubject(checkpoint)
-    scenarios = [*map(token_by_token, SEQUENCES), interleaved(SEQUENCES[0], SEQUENCES[2])]
+    scenarios = [*map(token_by_token, SEQUENCES), interleaved_requests(SEQUENCES[0], SEQUENCES[2])]
     faults = [f for f in (wrong_position(), wrong_layer()) if f.name not in without]
     report = audit(
         subject,

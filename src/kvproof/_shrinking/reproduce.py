@@ -14,7 +14,7 @@ import torch
 
 from kvproof._engine.verdict_rules import CAUSALITY
 from kvproof._numerics.tolerances import STRUCTURAL_FLOOR, TOP_RUNG
-from kvproof._shrinking.programs import CLEAR, Failure, Looker, Tries, simplest
+from kvproof._shrinking.programs import CLEAR, Failure, FailureFinder, Tries, simplify
 from kvproof._shrinking.simpler import num_tokens
 from kvproof._system.files import write_whole
 from kvproof.contract.report import AuditRequest, Report
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvproof.subjects._transformers import TransformersSubject
 
 #: Tries of programs and of models, of each at most so many.
-MOST_TRIES = 400
+MAX_TRIES = 400
 #: How long a written file may run, in seconds.
 LIMIT_S = 600
 #: The part of the row's scale beyond which a file calls a row wrong: float64 weights alone leave 1e-6, …
@@ -145,7 +145,7 @@ def _case(request: AuditRequest, name: str, on_stage: Callable[[str], None]) -> 
     for subject, source in _models(request, loaded):
         # The clearest first: beside a fault there may be what tables of a lower dtype move.
         for least, program in product((CLEAR, USUAL_LIMIT, STRUCTURAL_FLOOR.value), programs):
-            failure = _looker(subject, program, cached).failure(program, least)
+            failure = _finder(subject, program, cached).find(program, least)
             if failure is not None:
                 case = _Case(subject=subject, program=program, failure=failure, cached=cached, source=source)
                 return case, program
@@ -164,7 +164,7 @@ def _is_of_transformers(subject: Subject) -> bool:
     return isinstance(subject, TransformersSubject)
 
 
-def _looker(subject: "TransformersSubject", program: Scenario, cached: bool) -> Looker:
+def _finder(subject: "TransformersSubject", program: Scenario, cached: bool) -> FailureFinder:
     """Return what looks for rows that are wrong in true float64, and as a file without kvproof computes them."""
     from kvproof.subjects._transformers import TransformersSubject
 
@@ -172,7 +172,7 @@ def _looker(subject: "TransformersSubject", program: Scenario, cached: bool) -> 
     if _is_padded(program):
         model = copy.deepcopy(model).float()
     alone = TransformersSubject(model, name=subject.info.name, seed=subject.seed, true_float64=False)
-    return Looker(subject, alone, cached=cached)
+    return FailureFinder(subject, alone, cached=cached)
 
 
 def _is_padded(program: Scenario) -> bool:
@@ -205,16 +205,16 @@ def _shrink(case: _Case, on_stage: Callable[[str], None], device: str) -> None:
     def told(what: str, num: int) -> None:
         on_stage(f"shrinking the {what}: {len(case.program.operations)} operations, {num} tries")
 
-    models = Tries(most=MOST_TRIES, on_try=lambda num: told("model", num))
-    programs = Tries(most=MOST_TRIES, on_try=lambda num: told("program", num))
+    models = Tries(max_tries=MAX_TRIES, on_try=lambda num: told("model", num))
+    programs = Tries(max_tries=MAX_TRIES, on_try=lambda num: told("program", num))
     while True:
         before = (case.program, repr(case.source))
         with quiet():
-            looker = _looker(case.subject, case.program, case.cached)
-            case.program, case.failure = looker.shrunk(case.program, case.failure, programs)
+            finder = _finder(case.subject, case.program, case.cached)
+            case.program, case.failure = finder.shrink(case.program, case.failure, programs)
             _shrink_model(case, models, device)
         programs.known.clear()  # on another model other programs may fail
-        if (case.program, repr(case.source)) == before or programs.num >= programs.most:
+        if (case.program, repr(case.source)) == before or programs.num >= programs.max_tries:
             return
 
 
@@ -223,7 +223,7 @@ def _shrink_model(case: _Case, tries: Tries, device: str) -> None:
 
     if not isinstance(case.source, Recipe):
         return
-    least, sizes = case.failure.least, {repr(case.source): size_of(case.source, num_parameters(case.source))}
+    least, sizes = case.failure.min_gap, {repr(case.source): size_of(case.source, num_parameters(case.source))}
 
     def better(candidate: Recipe, best: Recipe) -> bool:
         try:
@@ -233,14 +233,14 @@ def _shrink_model(case: _Case, tries: Tries, device: str) -> None:
             subject = plain_model(candidate, name=case.subject.info.name, device=device)
         except KvproofError:
             return False
-        failure = _looker(subject, case.program, case.cached).failure(case.program, least)
+        failure = _finder(subject, case.program, case.cached).find(case.program, least)
         if failure is None:
             return False
         sizes[repr(candidate)] = size
         case.subject, case.failure = subject, failure
         return True
 
-    case.source = simplest(case.source, smaller_recipes, better, tries, key=repr)
+    case.source = simplify(case.source, smaller_recipes, better, tries, key=repr)
 
 
 def _text(case: _Case, report: Report, found: ScenarioResult, device: str) -> str:

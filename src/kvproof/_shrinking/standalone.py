@@ -8,7 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from kvproof._shrinking.models import Recipe, scaled
 from kvproof.errors import UsageError
 from kvproof.scenarios import (
     Ability,
+    Action,
     CacheKind,
     Crop,
     Extend,
@@ -26,18 +27,21 @@ from kvproof.scenarios import (
     Open,
     Operation,
     Poison,
+    Refused,
     Reorder,
     Reset,
     Scenario,
+    SessionState,
     capacity,
+    walk,
 )
 from kvproof.subjects._transformers import positions as _positions
 from kvproof.subjects._transformers import states as _states
 from kvproof.subjects._transformers.model import SELECTIONS, TransformersSubject
 
 _WIDTH = 110
-#: Files are shorter than this, or they are no reproduction that a maintainer reads.
-MOST_LINES = 60
+#: A file has fewer lines than this, or no maintainer reads it.
+MAX_LINES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +61,8 @@ class Found:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    """What one cache of the file holds when a line is written."""
-
-    name: str
-    ids: list[tuple[int, ...]]
-    columns: int = 0
-    owes_crop: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
 class _Feed:
-    """One call of the model, as numbers."""
+    """The numbers of one call of the model."""
 
     cache: str
     ids: list[list[int]]
@@ -78,7 +72,7 @@ class _Feed:
 
     @property
     def is_plain(self) -> bool:
-        """Whether mask and positions are what the number of cached tokens says."""
+        """Whether mask and positions follow from the number of cached tokens."""
         stop = len(self.mask[0])
         counted = all(row == list(range(self.start, stop)) for row in self.positions)
         return counted and all(map(all, self.mask))
@@ -107,9 +101,9 @@ def standalone(found: Found, subject: TransformersSubject, source: Recipe | dict
         f'{{actual[worst]:.6g}} {writer.ways[1]}; relative gap {{gap:.1e}}")',
         f"sys.exit(0 if gap <= {found.limit:.0e} else 1)",
     ]
-    if len(lines) >= MOST_LINES:
+    if len(lines) >= MAX_LINES:
         raise UsageError(
-            f"{found.title} takes {len(lines)} lines written out, and a reproduction has fewer than {MOST_LINES}"
+            f"{found.title} takes {len(lines)} lines written out, and a reproduction has fewer than {MAX_LINES}"
         )
     return "\n".join(lines) + "\n"
 
@@ -163,7 +157,7 @@ def _assigned(name: str, values: dict[str, Any]) -> Iterator[str]:
 
 
 class _Writer:
-    """Turns a program into lines, following what each cache holds."""
+    """Turns a program into the lines of a file."""
 
     def __init__(self, found: Found, subject: TransformersSubject) -> None:
         self.found = found
@@ -180,7 +174,8 @@ class _Writer:
             "expert" in name for name in names
         )
         self._feeds: list[_Feed] = []
-        self._lines = list(self._written()) if found.cached else []
+        self._uncropped = set[str]()  # caches that must be cropped before their next call
+        self._lines = list(self._write_operations()) if found.cached else []
         self.is_plain = all(feed.is_plain for feed in self._feeds)
 
     def imports(self, source: Recipe | dict[str, Any]) -> Iterator[str]:
@@ -195,7 +190,7 @@ class _Writer:
             yield f"from {own.__module__} import {own.__name__}"
 
     def uncached(self) -> Iterator[str]:
-        """Yield the same row from two forwards without a cache."""
+        """Yield the lines that compute the same row in two forwards without a cache."""
         (operation,) = self.program.operations
         assert isinstance(operation, Extend)
         yield from ("with torch.no_grad():", f"    ids = torch.tensor({[list(operation.ids[0])]!r})")
@@ -204,7 +199,7 @@ class _Writer:
         yield f"    expected = model(ids[:, :{length}], {off}).logits[0, -1]"
 
     def cached(self) -> Iterator[str]:
-        """Yield the calls on the cache, and the forward that they must equal."""
+        """Yield the calls on the cache, and the forward whose row they must equal."""
         yield "with torch.no_grad():"
         feeds = iter(self._feeds)
         for line in self._lines:
@@ -247,38 +242,37 @@ class _Writer:
         rest = f"{feed.start}" if self.is_plain else f"{feed.mask}, {feed.positions}"
         return f"{target} = feed({feed.cache}, {feed.ids}, {rest})"
 
-    def _written(self) -> Iterator[str]:
-        """Yield a line for each operation up to the wrong row's call; what feeds stands for itself."""
+    def _write_operations(self) -> Iterator[str]:
+        """Yield the lines of each operation up to the wrong row's call, with a placeholder for each call."""
         program, num_calls = self.program, 0
-        batches = [program.batch, *(o.batch for o in program.operations if isinstance(o, Open))]
-        many = len(batches) > 1 or any(isinstance(o, Fork) for o in program.operations)
+        many = any(isinstance(operation, Open | Fork) for operation in program.operations)
         if many and self.subject.stateful_modules:
             raise UsageError("its modules keep the state, so a file cannot hold several sessions apart")
         if program.cache not in (CacheKind.DYNAMIC, CacheKind.STATIC):
             raise UsageError(f"programs on a {program.cache.value} cache are not written out")
-        sessions = [_Held(name="cache_0" if many else "cache", ids=[()] * program.batch)]
-        yield from self._opened(sessions[0])
-        for operation in program.operations:
-            match operation:
-                case Generate():
-                    raise UsageError("programs that go through generate() are not written out")
+        names = ["cache_0" if many else "cache"]
+        yield from self._open_cache(names[0], program.batch)
+        for step in walk(program):
+            match step.operation:
                 case Open(batch=batch):
-                    sessions.append(_Held(name=f"cache_{len(sessions)}", ids=[()] * batch))
-                    yield from self._opened(sessions[-1])
+                    names.append(f"cache_{len(names)}")
+                    yield from self._open_cache(names[-1], batch)
                 case Fork(session=index):
-                    held = sessions[index]
-                    sessions.append(replace(held, name=f"cache_{len(sessions)}", ids=[*held.ids]))
-                    yield f"{sessions[-1].name} = copy.deepcopy({held.name})"
-                case Extend(session=index):
-                    yield from self._fed(sessions[index], operation)
+                    names.append(f"cache_{len(names)}")
+                    self._uncropped |= {names[-1]} if names[index] in self._uncropped else set()
+                    yield f"{names[-1]} = copy.deepcopy({names[index]})"
+                case Extend(session=index) as extend:
+                    yield from self._write_call(names[index], extend, step.before[index])
                     num_calls += 1
                     if num_calls > self.found.place[0]:
                         return
-                case _:
-                    yield from self._changed(sessions[getattr(operation, "session", 0)], operation)
+                case Action(session=index) as action:
+                    yield from self._write_action(names[index], action, step.before[index], step.after[index])
+                case operation:
+                    raise _cannot_write(operation)
 
-    def _opened(self, held: _Held) -> Iterator[str]:
-        """Yield what makes an empty cache."""
+    def _open_cache(self, name: str, batch: int) -> Iterator[str]:
+        """Yield the lines that make an empty cache."""
         subject = self.subject
         config = (
             "model.config"
@@ -286,16 +280,16 @@ class _Writer:
             else "model.config.get_text_config(decoder=True)"
         )
         if self.returned:
-            yield f"{held.name} = None"
+            yield f"{name} = None"
         elif self.program.cache is CacheKind.STATIC:
-            yield f"{held.name} = StaticCache(config={config}, max_cache_len={capacity(self.program)})"
+            yield f"{name} = StaticCache(config={config}, max_cache_len={capacity(self.program)})"
         elif subject.own_cache is not None:
-            yield f"{held.name} = {subject.own_cache.__name__}({self._own_arguments(config, len(held.ids))})"
+            yield f"{name} = {subject.own_cache.__name__}({self._own_arguments(config, batch)})"
         else:
             forgets = Ability.CROP in self.program.needs and not self.records_past
-            yield f"{held.name} = DynamicCache({'' if forgets else f'config={config}'})"
+            yield f"{name} = DynamicCache({'' if forgets else f'config={config}'})"
             if self.records_past:
-                yield f"{held.name}.activate_past_recording()  # so that it can be cropped past a window"
+                yield f"{name}.activate_past_recording()  # so that it can be cropped past a window"
 
     def _own_arguments(self, config: str, batch: int) -> str:
         subject = self.subject
@@ -311,50 +305,60 @@ class _Writer:
         wanted = inspect.signature(subject.own_cache).parameters
         return ", ".join(f"{name}={value}" for name, value in known.items() if name in wanted)
 
-    def _fed(self, held: _Held, operation: Extend) -> Iterator[str]:
-        if held.owes_crop:
-            yield f"{held.name}.crop(0)  # a cache that records is cropped after each call"
-        num_new = max(map(len, operation.ids))
-        total = held.columns + num_new
-        rows = [(*old, *new) for old, new in zip(held.ids, operation.ids, strict=True)]
+    def _write_call(self, cache: str, operation: Extend, before: SessionState) -> Iterator[str]:
+        """Take down one call in numbers, and yield the placeholder of its line."""
+        if cache in self._uncropped:
+            yield f"{cache}.crop(0)  # a cache that records is cropped after each call"
+        num_new = operation.num_columns
+        total = before.columns + num_new
+        rows = [(*old, *new) for old, new in zip(before.rows, operation.ids, strict=True)]
         tokens = [[0] * (total - len(row)) + list(row) for row in rows]
         mask = [[0] * (total - len(row)) + [1] * len(row) for row in rows]
         positions = _positions.positions(torch.tensor(mask), torch.tensor(tokens), self.subject.padding_position)
         self._feeds.append(
             _Feed(
-                cache=held.name,
+                cache=cache,
                 ids=[row[-num_new:] for row in tokens],
                 mask=mask,
                 positions=positions[:, -num_new:].tolist(),
-                start=held.columns,
+                start=before.columns,
             )
         )
-        held.ids, held.columns, held.owes_crop = rows, total, self.records_past
+        self._uncropped |= {cache} if self.records_past else set()
         yield _FEED
 
-    def _changed(self, held: _Held, operation: Operation) -> Iterator[str]:
+    def _write_action(
+        self, cache: str, action: Action, before: SessionState, after: SessionState
+    ) -> Iterator[str]:
+        """Yield the lines that do to a cache what an action does to a session."""
         cache_class: Any = self.subject.own_cache or DynamicCache
-        match operation:
-            case Crop(length=length):
-                gone = len(held.ids[0]) - length
+        match action:
+            case Crop():
                 counts_kept = "max_length" in inspect.signature(cache_class.crop).parameters
-                yield f"{held.name}.crop({held.columns - gone if counts_kept else -gone})"
-                held.ids, held.columns = [row[:length] for row in held.ids], held.columns - gone
-                held.owes_crop = False
+                yield f"{cache}.crop({after.columns if counts_kept else after.columns - before.columns})"
+                self._uncropped.discard(cache)
             case Reorder(rows=rows):
-                wanted = SELECTIONS if len(rows) == len(held.ids) else SELECTIONS[::-1]
+                wanted = SELECTIONS if len(rows) == len(before.rows) else SELECTIONS[::-1]
                 name = next(name for name in wanted if hasattr(cache_class, name))
-                yield f"{held.name}.{name}(torch.tensor({list(rows)}))"
-                held.ids = [held.ids[row] for row in rows]
+                yield f"{cache}.{name}(torch.tensor({list(rows)}))"
             case Reset():
                 if self.program.cache is CacheKind.STATIC:
-                    yield f"{held.name}.reset()"
+                    yield f"{cache}.reset()"
                 else:
-                    yield from self._opened(held)
-                held.ids, held.columns, held.owes_crop = [()] * len(held.ids), 0, False
+                    yield from self._open_cache(cache, len(before.rows))
+                self._uncropped.discard(cache)
             case Poison():
-                yield f"for layer in {held.name}.layers:  # what holds no token must not matter"
-                yield f"    layer.keys[:, :, {held.columns}:] = layer.values[:, :, {held.columns}:] = 1e4"
+                yield f"for layer in {cache}.layers:  # slots without a token must not matter"
+                yield f"    layer.keys[:, :, {before.columns}:] = layer.values[:, :, {before.columns}:] = 1e4"
+            case Refused():
+                return  # a refused call changes nothing
+            case _:
+                raise _cannot_write(action)
+
+
+def _cannot_write(operation: Operation) -> UsageError:
+    what = "that go through generate()" if isinstance(operation, Generate) else f"with {operation.kind()}"
+    return UsageError(f"programs {what} are not written out")
 
 
 #: Stands for the line of a call until all calls are known.

@@ -28,7 +28,7 @@ from kvproof.contract.results import ScenarioResult
 from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.errors import UsageError
 from kvproof.render.sweep_markdown import render
-from kvproof.scenarios import catalogue, named
+from kvproof.scenarios import catalogue, select
 from kvproof.subjects._targets import LoadOptions, load_target
 
 
@@ -60,7 +60,7 @@ def list_all_types() -> tuple[str, ...]:
 def current_conditions(*, length: int, seed: int, only: Sequence[str], without: Sequence[str]) -> Conditions:
     """Return what a sweep runs under here; raise `UsageError` for an unknown scenario."""
     # The scenarios have the same names at any length.
-    if not named(catalogue(range(8), range(8)), only=only, without=without):
+    if not select(catalogue(range(8), range(8)), only=only, without=without):
         raise UsageError("a sweep needs at least one scenario, but all are skipped")
     return Conditions(
         kvproof=version("kvproof"),
@@ -95,7 +95,7 @@ def audit_job(
         on_stage(f"loading {job.target}")
         subject = load_target(job.target, LoadOptions(dtype=job.dtype, seed=job.seed, attention=job.attention))
         programs = catalogue(*random_sequences(subject, job.length, job.seed), subject.boundaries)
-        chosen = named(programs, only=only, without=without)
+        chosen = select(programs, only=only, without=without)
         return audit(subject, chosen, all_values=False, on_scenario=on_stage)
 
 

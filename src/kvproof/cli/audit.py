@@ -133,7 +133,7 @@ def _run(
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
     from kvproof._system.machine import use_one_thread
-    from kvproof.scenarios import catalogue, named, random_programs
+    from kvproof.scenarios import catalogue, random_programs, select
     from kvproof.subjects import limits_of
     from kvproof.subjects._targets import load_target
 
@@ -146,7 +146,7 @@ def _run(
         first, other = sequences_for(subject, text, options.length, seed)
         drawn = random_programs(limits_of(subject), num=options.num_programs, seed=seed, max_len=len(first))
         programs = (*catalogue(first, other, subject.boundaries), *drawn)
-        chosen = named(programs, only=options.scenario, without=options.skip)
+        chosen = select(programs, only=options.scenario, without=options.skip)
         progress.parts(1 + len({program.name for program in chosen}))
         report = run(
             subject,

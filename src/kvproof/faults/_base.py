@@ -1,10 +1,12 @@
 """What a fault is, and how one is planted: in values through taps, in what is kept between calls by sessions."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvproof._numerics.taps import Tap, untouched
 from kvproof.contract.stages import Stage
+from kvproof.scenarios import Action, Claim
 from kvproof.subjects import Session
 
 MakeTap = Callable[[], Tap]
@@ -27,21 +29,13 @@ class Planting:
     def after_call(self, session: Session) -> None:
         """Act on what a session keeps, after a call that extended it."""
 
-    def crop(self, session: Session, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
-        session.crop(length)
-
-    def reorder(self, session: Session, rows: Sequence[int]) -> None:
-        """Let batch row i continue what was row ``rows[i]``."""
-        session.reorder(rows)
+    def act(self, action: Action, session: Session) -> Counter[Claim]:
+        """Let a session carry out an action; return how often each claim came true."""
+        return action.act(session)
 
     def fork(self, session: Session, tap: Tap) -> Session:
         """Return a session that continues from this one's state."""
         return session.fork(tap=tap)
-
-    def reset(self, session: Session) -> None:
-        """Forget everything."""
-        session.reset()
 
     def under(self, wrap: Callable[[Tap], Tap]) -> "Planting":
         """Wrap each tap that is made from now on, as a recorder wraps one; return the planting."""

@@ -1,5 +1,6 @@
 """How faults of the catalogue act: on values in calls on a warm cache, and on what it keeps between calls."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from kvproof.contract.stages import Site, Stage
 from kvproof.faults._base import Planting
 from kvproof.faults._places import Place, appending_layers
+from kvproof.scenarios import Action, Claim, Crop, Reorder, Reset
 from kvproof.subjects import Session
 
 Layers = Sequence[dict[str, Tensor]]
@@ -96,11 +98,14 @@ class SkipReorder(Planting):
         super().__init__()
         self.layer = place.number
 
-    def reorder(self, session: Session, rows: Sequence[int]) -> None:
+    def act(self, action: Action, session: Session) -> Counter[Claim]:
         """Reorder all but one layer."""
+        if not isinstance(action, Reorder):
+            return action.act(session)
         before = copies(session, self.layer)
-        session.reorder(rows)
+        counts = action.act(session)
         session.edit(lambda layers: layers[self.layer].update(before))
+        return counts
 
 
 class KeepsTail(Planting):
@@ -110,10 +115,12 @@ class KeepsTail(Planting):
         super().__init__()
         self.layers = appending_layers(place.ground)
 
-    def crop(self, session: Session, length: int) -> None:
+    def act(self, action: Action, session: Session) -> Counter[Claim]:
         """Crop, and append the tail again."""
+        if not isinstance(action, Crop):
+            return action.act(session)
         before = {layer: copies(session, layer) for layer in self.layers}
-        session.crop(length)
+        counts = action.act(session)
 
         def append(layers: Layers) -> None:
             for layer, old in before.items():
@@ -122,6 +129,7 @@ class KeepsTail(Planting):
                     layers[layer][name] = torch.cat([kept, old[name][:, :, kept.shape[2] :]], dim=2)
 
         session.edit(append)
+        return counts
 
 
 class SurvivesReset(Planting):
@@ -132,10 +140,11 @@ class SurvivesReset(Planting):
         self.appending_layers = appending_layers(place.ground)
         self.before: list[dict[str, Tensor]] | None = None
 
-    def reset(self, session: Session) -> None:
-        """Reset, and remember."""
-        self.before = [copies(session, layer) for layer in range(len(session.cache_tensors()))]
-        session.reset()
+    def act(self, action: Action, session: Session) -> Counter[Claim]:
+        """Remember what a reset forgets."""
+        if isinstance(action, Reset):
+            self.before = [copies(session, layer) for layer in range(len(session.cache_tensors()))]
+        return action.act(session)
 
     def after_call(self, session: Session) -> None:
         """Bring back what was there, once."""
@@ -165,10 +174,11 @@ class StalePositions(Planting):
     def _ahead(self, site: Site, value: Tensor, /) -> Tensor:
         return value + self.ahead if site.stage is Stage.POSITION and self.ahead else value
 
-    def crop(self, session: Session, length: int) -> None:
-        """Crop, and count the tokens that are gone."""
-        self.ahead += len(session) - length
-        session.crop(length)
+    def act(self, action: Action, session: Session) -> Counter[Claim]:
+        """Count the tokens that a crop removes."""
+        if isinstance(action, Crop):
+            self.ahead += len(session) - action.length
+        return action.act(session)
 
 
 def copies(session: Session, layer: int, prefix: str = "") -> dict[str, Tensor]:

@@ -1,101 +1,85 @@
 """Scenarios: programs of cache operations whose every row has an oracle.
 
-A program is data. Each operation that feeds tokens names them, so what the resulting rows must equal follows
-from the ids alone: the uncached row of the same tokens, recomputed from nothing.
+A program is data. Each operation that feeds tokens names their ids, so what the resulting rows must equal follows
+from the ids alone: the uncached rows of the same tokens, computed from scratch.
 """
 
+from kvproof.scenarios import _calls, _operations
 from kvproof.scenarios._builders import (
     batch_of,
     beam_reorder,
     beam_search,
     buffer_reuse,
-    chunked,
+    chunked_prefill,
     context_end,
     fork,
     generation,
-    interleaved,
+    interleaved_requests,
     isolation,
     multi_turn,
-    on_cache,
-    poisoned,
-    positions_left_out,
+    poisoned_buffer,
     prefill_and_steps,
     prompt_lookup,
     rollback,
     rollback_across_calls,
     token_by_token,
     window_crossing,
+    with_cache,
+    without_positions,
 )
-from kvproof.scenarios._catalogue import catalogue, named
-from kvproof.scenarios._data import (
-    Ability,
-    Boundaries,
-    CacheKind,
-    Claim,
-    Crop,
-    Extend,
-    Fork,
-    Generate,
-    Method,
-    Open,
-    Operation,
-    Poison,
-    Refused,
-    Reorder,
-    Reset,
+from kvproof.scenarios._calls import *  # noqa: F403
+from kvproof.scenarios._catalogue import catalogue, select
+from kvproof.scenarios._operations import *  # noqa: F403
+from kvproof.scenarios._random import RANDOM_PROGRAMS, drawable_kinds, random_program, random_programs
+from kvproof.scenarios._states import SessionState
+from kvproof.scenarios._walk import (
     Scenario,
+    Transition,
+    capacity,
+    compared_prefixes,
+    is_legal,
+    longest_sequences,
+    needs_of,
+    walk,
 )
-from kvproof.scenarios._drawn import RANDOM_PROGRAMS, random_program, random_programs, usable
-from kvproof.scenarios._legal import Limits, is_legal, needs_of
-from kvproof.scenarios._lengths import capacity, compared_prefixes, longest_sequences
 
 __all__ = [
     "RANDOM_PROGRAMS",
-    "Ability",
-    "Boundaries",
-    "CacheKind",
-    "Claim",
-    "Crop",
-    "Extend",
-    "Fork",
-    "Generate",
-    "Limits",
-    "Method",
-    "Open",
-    "Operation",
-    "Poison",
-    "Refused",
-    "Reorder",
-    "Reset",
     "Scenario",
+    "SessionState",
+    "Transition",
     "batch_of",
     "beam_reorder",
     "beam_search",
     "buffer_reuse",
     "capacity",
     "catalogue",
-    "chunked",
+    "chunked_prefill",
     "compared_prefixes",
     "context_end",
+    "drawable_kinds",
     "fork",
     "generation",
-    "interleaved",
+    "interleaved_requests",
     "is_legal",
     "isolation",
     "longest_sequences",
     "multi_turn",
-    "named",
     "needs_of",
-    "on_cache",
-    "poisoned",
-    "positions_left_out",
+    "poisoned_buffer",
     "prefill_and_steps",
     "prompt_lookup",
     "random_program",
     "random_programs",
     "rollback",
     "rollback_across_calls",
+    "select",
     "token_by_token",
-    "usable",
+    "walk",
     "window_crossing",
+    "with_cache",
+    "without_positions",
 ]
+# A new operation is public by its own file's list.
+__all__ += _calls.__all__
+__all__ += _operations.__all__

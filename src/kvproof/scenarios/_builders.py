@@ -1,66 +1,63 @@
-"""Builders of programs: each makes one named scenario over token sequences of the caller's."""
+"""Builders of scenarios: each makes one kind of program from the caller's token sequences."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvproof.errors import UsageError
-from kvproof.scenarios._data import (
+from kvproof.scenarios._calls import Extend, Generate, Method, Refused
+from kvproof.scenarios._operations import (
     Ability,
     CacheKind,
     Claim,
     Crop,
-    Extend,
     Fork,
-    Generate,
-    Method,
     Open,
     Operation,
     Poison,
-    Refused,
     Reorder,
     Reset,
-    Scenario,
 )
+from kvproof.scenarios._walk import Scenario
 
 
 def token_by_token(sequence: Sequence[int]) -> Scenario:
-    """Consume one token a call, as generation does."""
+    """Feed one token per call, as generation does."""
     return Scenario(
         name="token-by-token",
-        exposes="positions, appends and the mask of a single new token",
+        exposes="wrong positions, appends or masks of a single new token",
         operations=tuple(Extend(ids=((token,),)) for token in sequence),
     )
 
 
 def prefill_and_steps(sequence: Sequence[int], split: int) -> Scenario:
-    """Consume the first ``split`` tokens in one call and the rest one by one."""
+    """Feed the first ``split`` tokens in one call and the rest one by one."""
     if not 1 <= split <= len(sequence):
         raise UsageError(f"cannot split {len(sequence)} tokens after {split}")
     steps = tuple(Extend(ids=((token,),)) for token in sequence[split:])
     return Scenario(
         name="prefill+steps",
-        exposes="the first position and mask after a prompt",
+        exposes="a wrong position or mask right after a prompt",
         operations=(Extend(ids=(tuple(sequence[:split]),)), *steps),
     )
 
 
-def chunked(sequence: Sequence[int], size: int) -> Scenario:
-    """Consume ``size`` tokens a call, so that later chunks meet a warm cache."""
+def chunked_prefill(sequence: Sequence[int], size: int) -> Scenario:
+    """Feed ``size`` tokens per call, so that later chunks meet a warm cache."""
     if size < 1:
         raise UsageError(f"a chunk holds at least 1 token, not {size}")
     starts = range(0, len(sequence), size)
     return Scenario(
         name="chunked prefill",
-        exposes="masks and recurrent state of a block on a warm cache",
+        exposes="a wrong mask or recurrent state for a block on a warm cache",
         operations=tuple(Extend(ids=(tuple(sequence[i : i + size]),)) for i in starts),
     )
 
 
 def rollback(sequence: Sequence[int], length: int, continuation: Sequence[int]) -> Scenario:
-    """Consume a sequence in one call, forget all but ``length`` tokens, and go on with other ones."""
+    """Feed a sequence in one call, crop it to ``length`` tokens, and continue with other ones."""
     return Scenario(
         name="rollback",
-        exposes="tails that survive a crop, and positions that do not go back",
+        exposes="entries that survive a crop, and positions that do not go back",
         operations=(
             Extend(ids=(tuple(sequence),)),
             Crop(length=length),
@@ -73,13 +70,13 @@ def rollback(sequence: Sequence[int], length: int, continuation: Sequence[int]) 
 def rollback_across_calls(
     sequence: Sequence[int], size: int, length: int, continuation: Sequence[int]
 ) -> Scenario:
-    """Do the same after calls of ``size`` tokens, so that the crop reaches back over more than the newest."""
+    """Do the same after calls of ``size`` tokens, so that the crop undoes more than the newest call."""
     program = rollback(sequence, length, continuation)
     return replace(
         program,
         name="rollback across calls",
-        exposes="a crop that only the newest call can be taken back by",
-        operations=(*chunked(sequence, size).operations, *program.operations[1:]),
+        exposes="a crop that can undo only the newest call",
+        operations=(*chunked_prefill(sequence, size).operations, *program.operations[1:]),
     )
 
 
@@ -90,26 +87,26 @@ def fork(prefix: Sequence[int], parent: Sequence[int], child: Sequence[int]) -> 
         turns += [Extend(ids=((token,),), session=0), Extend(ids=((other,),), session=1)]
     return Scenario(
         name="fork",
-        exposes="a shared prefix handed out by reference",
+        exposes="forks that share their prefix by reference",
         operations=(Extend(ids=(tuple(prefix),)), Fork(session=0), *turns),
         needs=frozenset({Ability.FORK}),
     )
 
 
-def interleaved(first: Sequence[int], second: Sequence[int]) -> Scenario:
+def interleaved_requests(first: Sequence[int], second: Sequence[int]) -> Scenario:
     """Run two requests in turns, one token each."""
     turns: list[Operation] = []
     for token, other in zip(first, second, strict=True):
         turns += [Extend(ids=((token,),), session=0), Extend(ids=((other,),), session=1)]
     return Scenario(
         name="interleaved requests",
-        exposes="state that requests share",
+        exposes="state that leaks from one request to another",
         operations=(Open(), *turns),
     )
 
 
 def multi_turn(sequence: Sequence[int]) -> Scenario:
-    """Consume a prompt, answer token by token, take a second prompt on the warm cache, and answer again."""
+    """Feed a prompt, answer token by token, feed a second prompt on the warm cache, and answer again."""
     quarter = max(1, len(sequence) // 4)
     first, answer, second, rest = (
         sequence[:quarter],
@@ -120,7 +117,7 @@ def multi_turn(sequence: Sequence[int]) -> Scenario:
     parts = [tuple(first), *((t,) for t in answer), tuple(second), *((t,) for t in rest)]
     return Scenario(
         name="multi-turn",
-        exposes="a second prompt on a warm cache",
+        exposes="a wrong mask or position for a second prompt on a warm cache",
         operations=tuple(Extend(ids=(part,)) for part in parts if part),
     )
 
@@ -128,7 +125,7 @@ def multi_turn(sequence: Sequence[int]) -> Scenario:
 def batch_of(
     name: str, exposes: str, rows: Sequence[Sequence[int]], steps: Sequence[Sequence[int]], *, size: int = 1
 ) -> Scenario:
-    """Start a session with several rows, of any lengths, and continue them together, ``size`` tokens a call."""
+    """Start a session with several rows of any lengths, and continue them together, ``size`` tokens per call."""
     needs = {Ability.BATCH} if len(set(map(len, rows))) == 1 else {Ability.BATCH, Ability.PAD}
     operations = [Extend(ids=tuple(map(tuple, rows)))]
     (num_steps,) = {len(step) for step in steps}
@@ -142,7 +139,7 @@ def batch_of(
 
 
 def beam_reorder(prefix: Sequence[int], orders: Sequence[Sequence[int]], tokens: Sequence[int]) -> Scenario:
-    """Run several rows of one prefix and let them take each other's place between steps."""
+    """Run several rows of one prefix and reorder them between steps."""
     batch = len(orders[0])
     operations: list[Operation] = [Extend(ids=(tuple(prefix),) * batch)]
     for number, order in enumerate(orders):
@@ -151,7 +148,7 @@ def beam_reorder(prefix: Sequence[int], orders: Sequence[Sequence[int]], tokens:
     operations.append(Extend(ids=tuple((tokens[row % len(tokens)],) for row in range(batch))))
     return Scenario(
         name="beam reorder",
-        exposes="state that stays behind when rows move",
+        exposes="state that does not move with its row",
         operations=tuple(operations),
         needs=frozenset({Ability.BATCH, Ability.REORDER}),
         batch=batch,
@@ -159,10 +156,10 @@ def beam_reorder(prefix: Sequence[int], orders: Sequence[Sequence[int]], tokens:
 
 
 def buffer_reuse(first: Sequence[int], second: Sequence[int]) -> Scenario:
-    """Run one request, reset, and run another in the same session."""
+    """Run one request, reset the session, and run another in it."""
     return Scenario(
         name="buffer reuse",
-        exposes="what a reset leaves behind",
+        exposes="state that survives a reset",
         operations=(
             Extend(ids=(tuple(first),)),
             Reset(),
@@ -172,7 +169,7 @@ def buffer_reuse(first: Sequence[int], second: Sequence[int]) -> Scenario:
 
 
 def isolation(row: Sequence[int], neighbours: Sequence[Sequence[int]], num_steps: int) -> Scenario:
-    """Run one batch row in several sessions whose other row differs; feed its last tokens one by one."""
+    """Run one batch row in several sessions whose other row differs. Its last tokens are fed one by one."""
     split = len(row) - num_steps
     operations: list[Operation] = [Open(batch=2) for _ in neighbours[1:]]
     for start, stop in ((0, split), *((i, i + 1) for i in range(split, len(row)))):
@@ -182,15 +179,15 @@ def isolation(row: Sequence[int], neighbours: Sequence[Sequence[int]], num_steps
         ]
     return Scenario(
         name="batch isolation",
-        exposes="a row that changes with its neighbours' tokens",
+        exposes="a batch row that depends on its neighbours' tokens",
         operations=tuple(operations),
         needs=frozenset({Ability.BATCH}),
         batch=2,
     )
 
 
-def on_cache(scenario: Scenario, kind: CacheKind, *, advice: bool = False) -> Scenario:
-    """Return a program as one named after the kind of cache that its sessions keep."""
+def with_cache(scenario: Scenario, kind: CacheKind, *, advice: bool = False) -> Scenario:
+    """Return the program with another kind of cache, and named after it."""
     return replace(
         scenario,
         name=f"{kind.value} cache",
@@ -202,30 +199,30 @@ def on_cache(scenario: Scenario, kind: CacheKind, *, advice: bool = False) -> Sc
 
 
 _CACHE_EXPOSES = {
-    CacheKind.DYNAMIC: "appends, and what a window drops",
-    CacheKind.STATIC: "masks, positions and appends that count the buffer instead of what it holds",
-    CacheKind.OFFLOADED: "entries that are read before they are back",
-    CacheKind.QUANTISED: "what keeping keys and values in few bits costs",
+    CacheKind.DYNAMIC: "wrong appends, and entries that a window drops too early or too late",
+    CacheKind.STATIC: "masks, positions and appends that go by the size of the buffer, not by what it holds",
+    CacheKind.OFFLOADED: "entries that are read before they have been copied back",
+    CacheKind.QUANTISED: "the error from storing keys and values in few bits",
 }
 
 
-def positions_left_out(scenario: Scenario, name: str) -> Scenario:
-    """Return a program in which the decoder has to find the positions of new tokens itself."""
+def without_positions(scenario: Scenario, name: str) -> Scenario:
+    """Return the program in a form in which the decoder works out the positions of new tokens itself."""
     return replace(
         scenario,
         name=name,
-        exposes="positions that a decoder counts from 0, or from the padding, where the caller gives none",
+        exposes="default positions that start at 0 on a warm cache, or that count the padding",
         needs=scenario.needs | {Ability.OMIT_POSITIONS},
         omit_positions=True,
         advice=True,
     )
 
 
-def poisoned(first: Sequence[int], second: Sequence[int], split: int) -> Scenario:
-    """Fill a static cache's unused slots with garbage and go on; reset it, and do so again with other tokens."""
+def poisoned_buffer(first: Sequence[int], second: Sequence[int], split: int) -> Scenario:
+    """Fill a static cache's unused slots with garbage and continue; reset it and repeat with other tokens."""
     return Scenario(
         name="poisoned buffer",
-        exposes="slots without a token that are read all the same",
+        exposes="unused cache slots that are read",
         operations=(
             Extend(ids=(tuple(first[:split]),)),
             Poison(),
@@ -242,7 +239,7 @@ def poisoned(first: Sequence[int], second: Sequence[int], split: int) -> Scenari
 
 
 def window_crossing(sequence: Sequence[int], window: int) -> tuple[Scenario, ...]:
-    """Pass a window by steps, by a prompt, and by a block on a warm cache; takes 2 × window + 1 tokens."""
+    """Cross a window by steps, by a prompt, and by a block on a warm cache; takes 2 × window + 1 tokens."""
     if window < 2 or len(sequence) < 2 * window + 1:
         raise UsageError(f"{len(sequence)} tokens do not cross a window of {window}")
     end, ids = 2 * window + 1, tuple(sequence)
@@ -252,7 +249,7 @@ def window_crossing(sequence: Sequence[int], window: int) -> tuple[Scenario, ...
     return tuple(
         Scenario(
             name="window crossing",
-            exposes="masks, slots and states that are off by one where a window fills",
+            exposes="off-by-one errors in masks, slots and states where a window is full",
             operations=tuple(
                 Extend(ids=(ids[start:stop],))
                 for start, stop in zip((0, *cuts), cuts, strict=False)
@@ -265,12 +262,12 @@ def window_crossing(sequence: Sequence[int], window: int) -> tuple[Scenario, ...
 
 
 def context_end(sequence: Sequence[int]) -> Scenario:
-    """Fill the context with a sequence of its length; more tokens must be refused, before the end and at it."""
+    """Fill the context with a sequence of its length. Calls that reach past the end must be refused."""
     ids, beyond = tuple(sequence), (sequence[0],)
     split = len(ids) - 2
     return Scenario(
         name="context end",
-        exposes="a last position that is lost, or one past it that is taken",
+        exposes="a last position that does not work, or one past it that is accepted",
         operations=(
             Extend(ids=(ids[:split],), last_only=True),
             Refused(ids=(ids[split:] + beyond,)),
@@ -288,7 +285,7 @@ def generation(
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
 ) -> Scenario:
-    """Generate through the decoder's own library, one forced continuation for each prompt."""
+    """Generate through the decoder's own library, with one forced continuation for each prompt."""
     steps = tuple(tuple(enumerate(tokens)) for tokens in zip(*continuations, strict=True))
     padded = len(set(map(len, prompts))) > 1
     return Scenario(
@@ -308,16 +305,16 @@ _METHOD_NEEDS = {
     Method.STATIC_CACHE: (Ability.STATIC_CACHE,),
 }
 _METHOD_EXPOSES = {
-    Method.GREEDY: "what the library's own loop feeds: masks, positions, the newest token",
-    Method.BEAM: "state that stays behind when the library moves beams",
-    Method.PROMPT_LOOKUP: "proposals that are rejected and stay in the cache",
-    Method.CHUNKED_PREFILL: "masks and positions of the library's own blocks",
-    Method.STATIC_CACHE: "buffers, masks and positions of the library's own static cache",
+    Method.GREEDY: "wrong masks, positions or tokens from the library's own loop",
+    Method.BEAM: "state that does not move when the library reorders beams",
+    Method.PROMPT_LOOKUP: "rejected proposals that stay in the cache",
+    Method.CHUNKED_PREFILL: "wrong masks or positions in the library's own chunks",
+    Method.STATIC_CACHE: "wrong buffers, masks or positions of the library's own static cache",
 }
 
 
 def beam_search(prompt: Sequence[int], tokens: Sequence[int]) -> Scenario:
-    """Search with three beams that take each other's place, by the library's own search; takes 3 tokens."""
+    """Run the library's own search with three beams that change places; takes 3 different tokens."""
     if len(set(tokens)) != 3:
         raise UsageError(f"three beams need three different tokens, not {tuple(tokens)}")
     parents = ((0, 0, 0), (1, 0, 1), (2, 0, 1), (1, 1, 0))
@@ -331,9 +328,10 @@ def beam_search(prompt: Sequence[int], tokens: Sequence[int]) -> Scenario:
 
 
 def prompt_lookup(period: Sequence[int], other: int) -> Scenario:
-    """Generate with proposals from the prompt, of which some are right: three tokens repeat, and then ``other``.
+    """Generate with tokens proposed from the prompt, some of which are right.
 
-    It comes where the proposals go on with the third token.
+    The prompt repeats three tokens, and so does the continuation, except that ``other`` takes the place of the
+    third one once: there the proposals are wrong.
     """
     a, b, c = period
     return generation(
@@ -343,6 +341,6 @@ def prompt_lookup(period: Sequence[int], other: int) -> Scenario:
     )
 
 
-def skipped(name: str, exposes: str, reason: str) -> Scenario:
-    """Return a scenario that is not run on this subject, and why."""
+def skip(name: str, exposes: str, reason: str) -> Scenario:
+    """Return a scenario that is not run on this subject, with the reason."""
     return Scenario(name=name, exposes=exposes, operations=(), skipped=reason)

@@ -1,4 +1,4 @@
-"""The catalogue: every named scenario over two token sequences, around a subject's own boundaries."""
+"""The catalogue: every named scenario, made from two token sequences and a subject's own boundaries."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
@@ -9,30 +9,32 @@ from kvproof.scenarios._builders import (
     beam_reorder,
     beam_search,
     buffer_reuse,
-    chunked,
+    chunked_prefill,
     context_end,
     fork,
     generation,
-    interleaved,
+    interleaved_requests,
     isolation,
     multi_turn,
-    on_cache,
-    poisoned,
-    positions_left_out,
+    poisoned_buffer,
     prefill_and_steps,
     prompt_lookup,
     rollback,
     rollback_across_calls,
-    skipped,
+    skip,
     token_by_token,
     window_crossing,
+    with_cache,
+    without_positions,
 )
-from kvproof.scenarios._data import Boundaries, CacheKind, Method, Scenario
+from kvproof.scenarios._calls import Method
+from kvproof.scenarios._operations import Boundaries, CacheKind
+from kvproof.scenarios._walk import Scenario
 
 #: A context of at most this many tokens is always filled to its end.
 SHORT_CONTEXT = 512
-#: Longer contexts, and windows, are crossed where that takes at most this many times the sequences' length.
-LONGEST_FACTOR = 4
+#: Longer contexts, and windows, are crossed if that takes at most this many times the sequences' length.
+MAX_FACTOR = 4
 
 
 def catalogue(
@@ -40,8 +42,8 @@ def catalogue(
 ) -> tuple[Scenario, ...]:
     """Return every named scenario over two token sequences of one length, at least 8.
 
-    A name may stand more than once, with other split points; an audit reports it once. Scenarios at the
-    subject's boundaries that cannot be made for it are there without operations, and say why.
+    Several scenarios may have one name and different split points; an audit reports them as one. A scenario that
+    cannot be made for the subject's boundaries has no operations, and says why.
     """
     n = len(sequence)
     if n < 8 or len(other) != n:
@@ -61,34 +63,34 @@ def _one_row(sequence: Sequence[int], other: Sequence[int]) -> Iterator[Scenario
     half, third = len(sequence) // 2, len(sequence) // 3
     yield token_by_token(sequence)
     yield from (prefill_and_steps(sequence, split) for split in (half, len(sequence) - 1))
-    yield from (chunked(sequence, size) for size in (2, third))
+    yield from (chunked_prefill(sequence, size) for size in (2, third))
     yield multi_turn(sequence)
     yield rollback(sequence[:half], 0, other[:third])
     yield rollback(sequence[:half], half - 1, other[:third])
     yield rollback(sequence, third, other[third : third + 4])
     yield fork(sequence[:half], sequence[half : half + 3], other[half : half + 3])
-    yield interleaved(sequence[:third], other[:third])
+    yield interleaved_requests(sequence[:third], other[:third])
     yield buffer_reuse(other[:half], sequence[:half])
     step = prefill_and_steps(sequence[: half + 3], half)
-    yield positions_left_out(step, "positions left out")
+    yield without_positions(step, "positions left out")
 
 
 def _several_rows(sequence: Sequence[int], other: Sequence[int]) -> Iterator[Scenario]:
     half, third = len(sequence) // 2, len(sequence) // 3
     yield batch_of(
         "batch",
-        "rows that feel each other",
+        "batch rows that affect each other",
         (sequence[:half], other[:half]),
         (sequence[half : half + 3], other[half : half + 3]),
     )
     padded = (sequence[:half], other[:third], sequence[:2])
     steps = (sequence[half : half + 3], other[third : third + 3], sequence[2:5])
-    name, exposes = "left-padded batch", "padding that is attended to, or counted as a position"
+    name, exposes = "left-padded batch", "padding that is attended to, or counted in positions"
     yield batch_of(name, exposes, padded, steps)
     yield batch_of(name, exposes, padded, steps, size=3)
     yield isolation(sequence[: third + 2], (other, other[::-1]), 2)
     yield beam_reorder(sequence[:half], ((1, 0, 2), (2, 2, 0)), other[:5])
-    yield positions_left_out(batch_of(name, exposes, padded, steps), "positions left out, left-padded batch")
+    yield without_positions(batch_of(name, exposes, padded, steps), "positions left out, left-padded batch")
 
 
 def _at_boundaries(
@@ -97,35 +99,43 @@ def _at_boundaries(
     back = rollback_across_calls(range(3), 2, 1, ())
     window, end = window_crossing(range(5), 2)[0], context_end(range(3))
     if boundaries is None:
-        reason = "the subject's boundaries were not asked for"
-        yield from (skipped(example.name, example.exposes, reason) for example in (back, window, end))
+        reason = "the boundaries of the subject are unknown"
+        yield from (skip(example.name, example.exposes, reason) for example in (back, window, end))
         return
-    most, context_len = LONGEST_FACTOR * len(sequence), boundaries.context_len
+    max_len, context_len = MAX_FACTOR * len(sequence), boundaries.context_len
     windows = sorted(window for window in set(boundaries.windows) if window >= 2)
-    # Caches drop what has left a window after each call, so only what is shorter can be taken back further.
+    # Caches drop what has left a window after each call, so a crop can undo several calls only within a window.
     kept = min([len(sequence) // 2, *(window - 1 for window in windows)])
     if kept < 4:
-        reason = f"its cache drops what has left a window of {windows[0]} after each call"
-        yield skipped(back.name, back.exposes, reason)
+        reason = f"after each call the cache drops what has left the window of {windows[0]}"
+        yield skip(back.name, back.exposes, reason)
     else:
         size = kept - kept // 3
         yield rollback_across_calls(sequence[:kept], size, size - 1, other[:2])
     for size in windows:
-        if 2 * size + 1 <= min(most, context_len):
+        if 2 * size + 1 <= min(max_len, context_len):
             yield from window_crossing(_cycled(sequence, 2 * size + 1), size)
+    needed = 2 * windows[0] + 1 if windows else 0
     if not windows:
-        yield skipped(window.name, window.exposes, "the subject has no window")
-    elif 2 * windows[0] + 1 > min(most, context_len):
-        reason = (
-            f"{2 * windows[0] + 1} tokens cross the window of {windows[0]}: the context takes {context_len}, "
-            f"and sequences of {len(sequence)} at most {most}"
-        )
-        yield skipped(window.name, window.exposes, reason)
-    if context_len < 3 or context_len > max(SHORT_CONTEXT, most):
-        reason = f"the context takes {context_len} tokens, and sequences of {len(sequence)} at most "
-        yield skipped(end.name, end.exposes, reason + str(max(SHORT_CONTEXT, most)))
+        yield skip(window.name, window.exposes, "the subject has no window")
+    elif needed > context_len:
+        reason = f"crossing the window of {windows[0]} takes {needed} tokens"
+        yield skip(window.name, window.exposes, f"{reason}, and the context ends at {context_len}")
+    elif needed > max_len:
+        reason = f"crossing the window of {windows[0]} takes {needed} tokens"
+        yield skip(window.name, window.exposes, reason + _too_long(max_len, len(sequence)))
+    max_len = max(SHORT_CONTEXT, max_len)
+    if context_len < 3:
+        yield skip(end.name, end.exposes, f"a context of {context_len} tokens is too short to be filled in steps")
+    elif context_len > max_len:
+        reason = f"filling the context takes {context_len} tokens"
+        yield skip(end.name, end.exposes, reason + _too_long(max_len, len(sequence)))
     else:
         yield context_end(_cycled(sequence, context_len))
+
+
+def _too_long(max_len: int, sequence_len: int) -> str:
+    return f", and sequences of {sequence_len} tokens allow at most {max_len}; use longer ones (--length)"
 
 
 def _cycled(sequence: Sequence[int], length: int) -> tuple[int, ...]:
@@ -136,16 +146,16 @@ def _other_caches(sequence: Sequence[int], other: Sequence[int]) -> Iterator[Sce
     half, third = len(sequence) // 2, len(sequence) // 3
     static = (
         prefill_and_steps(sequence[: half + 4], half),
-        chunked(sequence, third),
+        chunked_prefill(sequence, third),
         token_by_token(sequence[:third]),
         buffer_reuse(other[:third], sequence[:4]),
     )
-    yield from (on_cache(program, CacheKind.STATIC) for program in static)
-    yield poisoned(sequence[:half], other[:third], half - 3)
+    yield from (with_cache(program, CacheKind.STATIC) for program in static)
+    yield poisoned_buffer(sequence[:half], other[:third], half - 3)
     short = prefill_and_steps(sequence[: half + 4], half)
-    yield on_cache(short, CacheKind.OFFLOADED)
-    # Few bits are a choice of the caller's: what they cost is shown, and not held against the cache.
-    yield on_cache(short, CacheKind.QUANTISED, advice=True)
+    yield with_cache(short, CacheKind.OFFLOADED)
+    # Few bits are the caller's choice: their error is reported, but no part of the verdict.
+    yield with_cache(short, CacheKind.QUANTISED, advice=True)
 
 
 def _through_generate(sequence: Sequence[int], other: Sequence[int]) -> Iterator[Scenario]:
@@ -162,17 +172,17 @@ def _through_generate(sequence: Sequence[int], other: Sequence[int]) -> Iterator
     different = tuple(dict.fromkeys((*sequence, *other)))[:4]
     lookup, search = prompt_lookup(range(3), 3), beam_search(sequence[:third], range(3))
     if len(different) < 4:
-        reason = f"it needs four different tokens, and the sequences have {len(different)}"
-        yield from (skipped(example.name, example.exposes, reason) for example in (lookup, search))
+        reason = f"it needs four different tokens, and the sequences have only {len(different)}"
+        yield from (skip(example.name, example.exposes, reason) for example in (lookup, search))
         return
     yield prompt_lookup(different[:3], different[3])
     yield beam_search(sequence[:third], different[:3])
 
 
-def named(
+def select(
     scenarios: Sequence[Scenario], *, only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> tuple[Scenario, ...]:
-    """Return the scenarios of these names, or all but some; raise `UsageError` for a name that is not there."""
+    """Return only the scenarios with some names, or all but some; raise `UsageError` for an unknown name."""
     names = list(dict.fromkeys(scenario.name for scenario in scenarios))
     for name in (*only, *without):
         if name not in names:

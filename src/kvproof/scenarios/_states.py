@@ -1,0 +1,35 @@
+"""What sessions hold at one point of a program, without a decoder."""
+
+from dataclasses import dataclass
+from typing import Self
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionState:
+    """What a session holds at one point of a program."""
+
+    rows: tuple[Ids, ...]  #: the tokens of each batch row
+    columns: int = 0  #: the cache's slots for each row, left padding included
+    peak: int = 0  #: the length that the longest row has reached since the session was last empty
+    call_start: int = 0  #: the length before the newest call, or after a crop that came later
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Self:
+        """Return the state of a session that holds no token."""
+        return cls(rows=((),) * num_rows)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the longest row."""
+        return max(map(len, self.rows))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows have different lengths."""
+        return len(set(map(len, self.rows))) > 1
+
+
+#: The states of all open sessions, by number.
+States = tuple[SessionState, ...]
