@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvproof.errors import UsageError
 from kvproof.subjects._transformers.model import TransformersSubject
-from kvproof.subjects._transformers.quiet import refusing
+from kvproof.subjects._transformers.quiet import as_usage_errors
 from kvproof.subjects._transformers.tiny_sizes import LAYER_COUNTS
 
 Values = dict[str, Any]
@@ -67,14 +67,14 @@ def recipe_of(subject: TransformersSubject, attention: str) -> Recipe:
 
 def num_parameters(recipe: Recipe) -> int:
     """Return how many weights the model has, without making them."""
-    with refusing(f"no {recipe.model_type} of this configuration"), torch.device("meta"):
+    with as_usage_errors(f"no {recipe.model_type} of this configuration"), torch.device("meta"):
         config = AutoConfig.for_model(recipe.model_type, **copy.deepcopy(recipe.values))
         return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
 def plain_model(recipe: Recipe, *, name: str, device: str = "cpu") -> TransformersSubject:
     """Build the float64 model of a recipe; raise `UsageError` where the library cannot."""
-    with refusing(f"{name} cannot be built from plain values"), torch.random.fork_rng(devices=[]):
+    with as_usage_errors(f"{name} cannot be built from plain values"), torch.random.fork_rng(devices=[]):
         config = AutoConfig.for_model(recipe.model_type, **copy.deepcopy(recipe.values))
         torch.default_generator.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attention).double()

@@ -4,14 +4,14 @@ from kvproof._numerics.taps import Tap
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.subjects._base import Opening, Session, Subject, limits_of
+from kvproof.subjects._cache_values import CacheOps
 from kvproof.subjects._callables import CallableSubject
 from kvproof.subjects._factory import as_subject
-from kvproof.subjects._given import CacheWays
 from kvproof.subjects._module import ModuleSubject
 from kvproof.subjects._reference import ReferenceSubject
 
 __all__ = [
-    "CacheWays",
+    "CacheOps",
     "CallableSubject",
     "ModuleSubject",
     "Opening",

@@ -11,7 +11,7 @@ import torch
 
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
-from kvproof.subjects._base import Subject, at_the_seam
+from kvproof.subjects._base import Subject, wrap_errors
 from kvproof.subjects._factory import factory_of, subject_from
 
 #: The versions of transformers that the adapter was run on: from the first, below the second.
@@ -49,7 +49,7 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
     label = target or str(options.config)
     adapter = _adapter(label)
     try:
-        return at_the_seam(lambda: build(adapter))
+        return wrap_errors(lambda: build(adapter))
     except SubjectError as error:
         raise UsageError(f"{label} cannot be audited: {str(error).splitlines()[0]}") from error
 

@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from kvproof.errors import UsageError
 from kvproof.subjects._transformers.model import TransformersSubject
-from kvproof.subjects._transformers.quiet import refusing
+from kvproof.subjects._transformers.quiet import as_usage_errors
 from kvproof.subjects._transformers.tiny import randomise, tiny_model
 from kvproof.subjects._transformers.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ def load_hub(
     """
     code = ("*.py",) if trust_remote_code else ()
     try:
-        with refusing(f"{name} cannot be downloaded"):
+        with as_usage_errors(f"{name} cannot be downloaded"):
             folder = huggingface_hub.snapshot_download(
                 name,
                 local_files_only=not network,
@@ -174,7 +174,7 @@ def config_model(
         raise UsageError(f"no such configuration: {file}; give a model's config.json")
     source = {"pretrained_model_name_or_path": file, "local_files_only": True}
     config = _causal_config(str(file), source, trust_remote_code=trust_remote_code)
-    with refusing(f"{file} cannot be built"), torch.random.fork_rng(devices=[]):
+    with as_usage_errors(f"{file} cannot be built"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -196,7 +196,7 @@ def _load(
     reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> "TransformersSubject":
     config = _causal_config(name, source, trust_remote_code=trust_remote_code)
-    with refusing(f"{name} cannot be loaded"):
+    with as_usage_errors(f"{name} cannot be loaded"):
         model, found = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
@@ -227,7 +227,7 @@ def _load(
 
 def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool) -> Any:
     """Return the configuration of a model that attends to the past alone; raise `UsageError` for another one."""
-    with refusing(f"{name} cannot be loaded"):
+    with as_usage_errors(f"{name} cannot be loaded"):
         config = AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
     kind = str(config.model_type)
     brought = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
