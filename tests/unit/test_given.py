@@ -15,7 +15,7 @@ from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries, chunked, token_by_token
 from kvproof.subjects import CacheOps, CallableSubject, ModuleSubject, as_subject
 from kvproof.subjects._cache_values import as_tensor
-from kvproof.subjects._factory import factory_of
+from kvproof.subjects._registry import split_factory
 from kvproof.subjects._targets import LoadOptions, load_target
 
 VOCAB = 11
@@ -281,7 +281,7 @@ def test_what_cannot_be_audited_as_it_is_says_why(decoder: object, message: str)
     ],
 )
 def test_a_target_with_a_factory_is_told_from_others(target: str, parts: tuple[str, str] | None):
-    assert factory_of(target) == parts
+    assert split_factory(target) == parts
 
 
 FACTORIES = """

@@ -6,6 +6,7 @@ The library's own initialisation hides faults (see `_tiny.randomise`); the rule 
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -41,6 +42,40 @@ class Recipe:
     def with_values(self, values: Values) -> "Recipe":
         """Return the same recipe with another configuration."""
         return Recipe(model_type=self.model_type, values=values, seed=self.seed, attention=self.attention)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """Where ``from_pretrained`` finds a model, and how it loads it."""
+
+    name: str
+    gguf_file: str | None
+    dtype: str
+    attention: str
+    trust_remote_code: bool
+
+    @property
+    def arguments(self) -> Values:
+        """The arguments of ``from_pretrained`` besides the name."""
+        file = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        trusting = {"trust_remote_code": True} if self.trust_remote_code else {}
+        return {**file, "dtype": self.dtype, "attn_implementation": self.attention, **trusting}
+
+
+def pretrained_source(target: str, dtype: str, attention: str, trust_remote_code: bool) -> Pretrained:
+    """Return how ``from_pretrained`` loads a target: a folder, a file or a name on the hub."""
+    path, name, gguf_file = Path(target), target, None
+    if path.is_file():
+        name, gguf_file = str(path.resolve().parent), path.name
+    elif path.is_dir():
+        name = str(path.resolve())
+    return Pretrained(
+        name=name,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def scaled(model: torch.nn.Module) -> torch.nn.Module:

@@ -6,7 +6,6 @@ came to.
 """
 
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,8 @@ from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending
 from kvproof.errors import OutputError, UsageError
 from kvproof.render.sweep_markdown import render
 from kvproof.scenarios import catalogue, named
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._registry import find_entry
+from kvproof.subjects._targets import LoadOptions, load_target, preload
 
 T = TypeVar("T")
 
@@ -54,13 +54,9 @@ def jobs_for(
 
 def every_type() -> tuple[str, ...]:
     """Return every causal type of the installed transformers as a target; raise `UsageError` without it."""
-    try:
-        from kvproof.subjects._transformers import known_types
-    except ImportError as error:
-        raise UsageError(
-            f"every type needs the transformers library: pip install 'kvproof[transformers]' ({error})"
-        ) from error
-    return tuple(f"random:{name}" for name in known_types())
+    entry = find_entry("random:")
+    assert entry is not None
+    return entry.load_adapter("every type").list_targets()
 
 
 def conditions_now(*, length: int, seed: int, only: Sequence[str], without: Sequence[str]) -> Conditions:
@@ -177,10 +173,8 @@ def sweep_targets(
     after another in this process, and cuts none off.
     """
     conditions = conditions_now(length=length, seed=seed, only=only, without=without)
-    # So that forked processes share it; where it is missing, each target is refused with the reason.
-    with suppress(ImportError):
-        importlib.import_module("kvproof.subjects._transformers")
     targets = (*targets, *(every_type() if all_types else ()))
+    preload(targets)  # so that forked processes share what they import
     num_jobs = num_jobs or os.cpu_count() or 2
     forks = hasattr(os, "fork")
     return sweep(

@@ -13,6 +13,7 @@ import click
 from kvproof.cli.outputs import complain, made, print_report, print_text, write_report, written
 from kvproof.cli.progress import shown_progress
 from kvproof.errors import UsageError
+from kvproof.subjects._registry import describe_extras, describe_targets, runs_on_one_thread
 
 if TYPE_CHECKING:
     from kvproof.contract.report import AuditRequest, Report
@@ -102,10 +103,7 @@ def audit(
 ) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 
-    TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
-    random:TYPE for a tiny random model of any causal type that transformers knows, or module:factory or
-    file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
-    with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
+    TARGET is {targets}. A prompt shorter than --length is filled up with random tokens. {extras}
     """
     from kvproof.scenarios import catalogue, named, random_programs
 
@@ -127,7 +125,7 @@ def audit(
     from kvproof.subjects._targets import LoadOptions, load_target
 
     # More threads than one only wait for each other on tensors as small as a random model's.
-    tiny = target is not None and target.startswith("random:")
+    tiny = runs_on_one_thread(target)
     with shown_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading['config']}")
         subject = load_target(target, LoadOptions(seed=seed, **loading))
@@ -148,6 +146,9 @@ def audit(
     context = click.get_current_context()
     report = replace(report, request=_request(context, subject.info.dtype, sequences))
     sys.exit(_written(report, context, before))
+
+
+audit.help = str(audit.help).format(targets=describe_targets(), extras=describe_extras())
 
 
 def _request(
