@@ -8,7 +8,7 @@ the cache are rotated again at each call: ``kvproof audit examples/grouped_rotar
 import torch
 from torch import Tensor, nn
 
-from kvproof.subjects import CacheWays, ModuleSubject
+from kvproof.subjects import CacheOps, ModuleSubject
 
 VOCAB, WIDTH, HEADS, KEY_HEADS, LAYERS, CONTEXT = 61, 32, 4, 2, 2, 128
 HEAD_DIM = WIDTH // HEADS
@@ -97,12 +97,12 @@ class Decoder(nn.Module):
 def subject(*, bug: bool = False) -> ModuleSubject:
     """Return the module as kvproof takes it, told what it calls its positions and its mask."""
     torch.manual_seed(0)
-    ways = CacheWays(
+    ops = CacheOps(
         reorder=lambda cache, rows: [(k[list(rows)], v[list(rows)]) for k, v in cache],
         crop=lambda cache, length: [(k[:, :, :length], v[:, :, :length]) for k, v in cache],
     )
     names = {"cache": "past", "positions": "positions", "mask": "padding"}
-    return ModuleSubject(Decoder(bug=bug), **names, context_len=CONTEXT, ways=ways)
+    return ModuleSubject(Decoder(bug=bug), **names, context_len=CONTEXT, ops=ops)
 
 
 def broken() -> ModuleSubject:

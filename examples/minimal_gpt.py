@@ -7,7 +7,7 @@ With the bug, each call counts its positions from 0: ``kvproof audit examples/mi
 import torch
 from torch import Tensor, nn
 
-from kvproof.subjects import CacheWays, ModuleSubject
+from kvproof.subjects import CacheOps, ModuleSubject
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 61, 32, 4, 2, 64
 
@@ -72,13 +72,13 @@ class Gpt(nn.Module):
 def subject(*, bug: bool = False) -> ModuleSubject:
     """Return the module as kvproof takes it, with random weights."""
     torch.manual_seed(0)
-    ways = CacheWays(
+    ops = CacheOps(
         crop=lambda cache, length: [(k[:, :, :length], v[:, :, :length]) for k, v in cache],
         reorder=lambda cache, rows: [(k[list(rows)], v[list(rows)]) for k, v in cache],
         show=lambda cache: [{"k": k, "v": v} for k, v in cache or []],
         put=lambda cache, layers: [(layer["k"], layer["v"]) for layer in layers],
     )
-    return ModuleSubject(Gpt(bug=bug), cache="past", context_len=CONTEXT, ways=ways)
+    return ModuleSubject(Gpt(bug=bug), cache="past", context_len=CONTEXT, ops=ops)
 
 
 def broken() -> ModuleSubject:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvproof.subjects import CacheWays, CallableSubject
+from kvproof.subjects import CacheOps, CallableSubject
 
 Cache = tuple[np.ndarray, np.ndarray]
 
@@ -68,7 +68,7 @@ def subject(*, bug: bool = False) -> CallableSubject:
         *decoder(bug=bug),
         context_len=CONTEXT,
         cast=lambda dtype: decoder(dtype, bug=bug),
-        ways=CacheWays(crop=lambda cache, length: tuple(part[:length] for part in cache)),
+        ops=CacheOps(crop=lambda cache, length: tuple(part[:length] for part in cache)),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvproof.subjects import CacheWays, ModuleSubject
+from kvproof.subjects import CacheOps, ModuleSubject
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT = 61, 32, 4, 2, 48
 
@@ -82,10 +82,8 @@ def cropped(buffer: Buffer, length: int) -> Buffer:
 def subject(*, bug: bool = False) -> ModuleSubject:
     """Return the module as kvproof takes it: a buffer is one request's, so sessions have one row."""
     torch.manual_seed(0)
-    ways = CacheWays(crop=cropped)
-    return ModuleSubject(
-        Decoder(bug=bug), cache="buffer", start=empty, context_len=CONTEXT, batch=False, ways=ways
-    )
+    ops = CacheOps(crop=cropped)
+    return ModuleSubject(Decoder(bug=bug), cache="buffer", start=empty, context_len=CONTEXT, batch=False, ops=ops)
 
 
 def broken() -> ModuleSubject:

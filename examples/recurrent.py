@@ -8,7 +8,7 @@ cache starts its recurrence from zero, and single steps never show it:
 import torch
 from torch import Tensor, nn
 
-from kvproof.subjects import CacheWays, ModuleSubject
+from kvproof.subjects import CacheOps, ModuleSubject
 
 VOCAB, WIDTH, LAYERS, KERNEL = 61, 32, 2, 4
 
@@ -72,12 +72,12 @@ class Output:
 def subject(*, bug: bool = False) -> ModuleSubject:
     """Return the module as kvproof takes it: ``new_cache`` names the states among what a call returns."""
     torch.manual_seed(0)
-    ways = CacheWays(
+    ops = CacheOps(
         reorder=lambda states, rows: [(conv[list(rows)], h[list(rows)]) for conv, h in states],
         show=lambda states: [{"conv": conv, "state": h} for conv, h in states or []],
         put=lambda states, layers: [(layer["conv"], layer["state"]) for layer in layers],
     )
-    return ModuleSubject(Decoder(bug=bug), cache="states", new_cache="states", windows=(KERNEL - 1,), ways=ways)
+    return ModuleSubject(Decoder(bug=bug), cache="states", new_cache="states", windows=(KERNEL - 1,), ops=ops)
 
 
 def broken() -> ModuleSubject:

@@ -8,7 +8,7 @@ it: ``kvproof audit examples/rotating_window.py:broken``.
 import torch
 from torch import Tensor, nn
 
-from kvproof.subjects import CacheWays, ModuleSubject
+from kvproof.subjects import CacheOps, ModuleSubject
 
 VOCAB, WIDTH, HEADS, LAYERS, CONTEXT, WINDOW = 61, 32, 4, 2, 64, 6
 
@@ -84,13 +84,13 @@ class Decoder(nn.Module):
 def subject(*, bug: bool = False) -> ModuleSubject:
     """Return the module as kvproof takes it: it forgets, so it cannot be cropped; rows can be reordered."""
     torch.manual_seed(0)
-    ways = CacheWays(
+    ops = CacheOps(
         reorder=lambda state, rows: (
             state[0],
             [(k[list(rows)], v[list(rows)], positions) for k, v, positions in state[1]],
         )
     )
-    return ModuleSubject(Decoder(bug=bug), cache="state", context_len=CONTEXT, windows=(WINDOW,), ways=ways)
+    return ModuleSubject(Decoder(bug=bug), cache="state", context_len=CONTEXT, windows=(WINDOW,), ops=ops)
 
 
 def broken() -> ModuleSubject:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvproof.policies import Greedy as Greedy
     from kvproof.policies import Sample as Sample
     from kvproof.policies import Stops as Stops
-    from kvproof.subjects import CacheWays as CacheWays
+    from kvproof.subjects import CacheOps as CacheOps
     from kvproof.subjects import CallableSubject as CallableSubject
     from kvproof.subjects import ModuleSubject as ModuleSubject
     from kvproof.subjects import ReferenceSubject as ReferenceSubject
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AuditKeywords": "kvproof._assert",
-    "CacheWays": "kvproof.subjects",
+    "CacheOps": "kvproof.subjects",
     "CallableSubject": "kvproof.subjects",
     "Greedy": "kvproof.policies",
     "KvproofError": "kvproof.errors",

@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 PUBLIC = [
     "AuditKeywords",
-    "CacheWays",
+    "CacheOps",
     "CallableSubject",
     "Greedy",
     "KvproofError",

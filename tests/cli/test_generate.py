@@ -476,7 +476,7 @@ def test_prompts_may_be_ids(tmp_path: Path):
 DECODER = '''
 """Two logits that are equal but for rounding, and a cache that rounds in another order, or forgets."""
 import numpy as np
-from kvproof import CacheWays, CallableSubject
+from kvproof import CacheOps, CallableSubject
 
 def functions(dtype, forgets=False):
     def logits(total, count):

@@ -316,7 +316,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_gives_the_model_that_was_saved(folder: Path):
-    loaded = load_folder(folder, dtype=torch.float32, attention="eager")
+    loaded = load_folder(folder, LoadOptions())
     assert loaded.info.digest == subject_of("llama").info.digest
     assert audit(loaded, [chunked_prefill(range(8), 3)], all_values=False).verdict.passes
 
@@ -325,22 +325,22 @@ def test_pickled_weights_are_refused_with_the_reason(folder: Path, tmp_path: Pat
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"pickled weights, which can run code .* safetensors alone"):
-        load_folder(tmp_path, dtype=torch.float32, attention="eager")
+        load_folder(tmp_path, LoadOptions())
 
 
 def test_a_folder_without_a_model_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=r"holds no config\.json"):
-        load_folder(tmp_path, dtype=torch.float32, attention="eager")
+        load_folder(tmp_path, LoadOptions())
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(UsageError, match="holds no weights"):
-        load_folder(tmp_path, dtype=torch.float32, attention="eager")
+        load_folder(tmp_path, LoadOptions())
 
 
 def test_weights_that_cannot_be_read_are_refused_in_one_line(folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(UsageError, match="cannot be loaded") as caught:
-        load_folder(tmp_path, dtype=torch.float32, attention="eager")
+        load_folder(tmp_path, LoadOptions())
     assert "\n" not in str(caught.value)
 
 

@@ -12,9 +12,17 @@ pytest.importorskip("transformers")
 
 from kvproof._engine.programs import run_program
 from kvproof._numerics.tolerances import TOP_RUNG
-from kvproof._shrinking.models import Recipe, num_parameters, plain_model, recipe_of, smaller_recipes
+from kvproof._shrinking.models import (
+    Recipe,
+    num_parameters,
+    plain_model,
+    pretrained_source,
+    recipe_of,
+    smaller_recipes,
+)
 from kvproof._shrinking.programs import FailureFinder
-from kvproof._shrinking.standalone import Found, standalone
+from kvproof._shrinking.standalone import standalone
+from kvproof._shrinking.writable import Found
 from kvproof.errors import UsageError
 from kvproof.scenarios import (
     Ability,
@@ -38,7 +46,7 @@ from kvproof.scenarios import (
     random_programs,
 )
 from kvproof.subjects import limits_of
-from kvproof.subjects._targets import LoadOptions, load_target, pretrained_source
+from kvproof.subjects._targets import LoadOptions, load_target
 from kvproof.subjects._transformers import TransformersSubject
 
 from .folders import saved_model

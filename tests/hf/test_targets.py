@@ -24,7 +24,8 @@ from kvproof import UsageError
 from kvproof._engine.prompts import sequences_for
 from kvproof.errors import AbilityError
 from kvproof.subjects import Subject
-from kvproof.subjects._targets import TRANSFORMERS_VERSIONS, LoadOptions, load_target
+from kvproof.subjects._registry import ADAPTERS, find_entry
+from kvproof.subjects._targets import LoadOptions, load_target
 from kvproof.subjects._transformers import load as _load
 from kvproof.subjects._transformers import random_model
 
@@ -311,10 +312,13 @@ def test_a_dtype_that_is_none_is_refused(dtype: str):
     assert f"no such floating-point dtype: {dtype!r}" in refused("random:llama", dtype=dtype)
 
 
-def test_the_range_of_versions_is_the_one_that_the_package_declares():
-    first, end = TRANSFORMERS_VERSIONS
+def test_every_adapter_takes_the_versions_that_the_package_declares_in_its_extra():
     extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
-    assert extras["transformers"] == [f"transformers>={first},<{end}"]
+    for entry in ADAPTERS:
+        if entry.library is not None:
+            first, end = entry.versions
+            assert f"{entry.library}>={first},<{end}" in extras[entry.extra]
+        assert {form.extra for form in entry.forms if form.extra} <= extras.keys()
 
 
 @pytest.mark.parametrize("version", ["4.56.2", "4.57.5", "6.0.0", "6.0.0.dev0", "unknown"])
@@ -322,7 +326,7 @@ def test_another_version_of_transformers_is_refused_with_the_range(version: str,
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     message = refused("random:llama")
     assert f"transformers {version} is installed" in message
-    assert all(bound in message for bound in TRANSFORMERS_VERSIONS)
+    assert all(bound in message for bound in find_entry("random:").versions)
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.17.0.dev0", "5.24.1", "5.100"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvproof import ReferenceSubject, conformance
 from kvproof.scenarios import Boundaries
-from kvproof.subjects import CacheWays, CallableSubject, ModuleSubject
+from kvproof.subjects import CacheOps, CallableSubject, ModuleSubject
 from kvproof.subjects._reference import ReferenceSession
 
 
@@ -117,7 +117,7 @@ def test_a_broken_promise_is_named(
 
 
 def test_functions_that_share_a_cache_are_named():
-    subject = CallableSubject(*sums(), ways=CacheWays(fork=lambda cache: cache))
+    subject = CallableSubject(*sums(), ops=CacheOps(fork=lambda cache: cache))
     assert conformance.check(subject).passed  # this cache is a value: sharing it does no harm
 
     full, step = sums()
@@ -129,7 +129,7 @@ def test_functions_that_share_a_cache_are_named():
             kept = cache
         return logits, kept
 
-    shared = CallableSubject(full, in_place, ways=CacheWays(fork=lambda cache: cache))
+    shared = CallableSubject(full, in_place, ops=CacheOps(fork=lambda cache: cache))
     broken_ones = [check.promise for check in conformance.check(shared).checks if check.problem]
     assert "a fork shares nothing with what it was forked from" in broken_ones
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from kvproof import Verdict, audit
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries, chunked_prefill, token_by_token
-from kvproof.subjects import CacheWays, CallableSubject, ModuleSubject, as_subject
-from kvproof.subjects._factory import factory_of
-from kvproof.subjects._given import as_tensor
+from kvproof.subjects import CacheOps, CallableSubject, ModuleSubject, as_subject
+from kvproof.subjects._cache_values import as_tensor
+from kvproof.subjects._registry import split_factory
 from kvproof.subjects._targets import LoadOptions, load_target
 
 VOCAB = 11
@@ -121,7 +121,7 @@ def test_logits_may_be_arrays_of_any_framework(wrap: Callable[[np.ndarray], Any]
     [
         ([1.0, 2.0], "are a list: give a torch tensor, a NumPy array"),
         (None, "are a NoneType"),
-        (np.arange(3), "hold torch.int64, no floating-point numbers"),
+        (np.arange(3), "hold torch.int64, not floating-point numbers"),
     ],
 )
 def test_what_is_no_array_of_numbers_is_refused(value: Any, message: str):
@@ -240,9 +240,9 @@ def test_declared_windows_are_boundaries():
 
 
 def test_what_a_cache_can_do_is_what_its_ways_say():
-    ways = CacheWays(fork=None, crop=lambda cache, length: cache)
-    assert set(ways.abilities()) == {Ability.CROP}
-    whole = CacheWays(show=lambda cache: [], put=lambda cache, layers: cache, reorder=lambda cache, rows: cache)
+    ops = CacheOps(fork=None, crop=lambda cache, length: cache)
+    assert set(ops.abilities()) == {Ability.CROP}
+    whole = CacheOps(show=lambda cache: [], put=lambda cache, layers: cache, reorder=lambda cache, rows: cache)
     assert set(whole.abilities()) == {Ability.FORK, Ability.REORDER, Ability.INSPECT, Ability.EDIT}
 
 
@@ -281,7 +281,7 @@ def test_what_cannot_be_audited_as_it_is_says_why(decoder: object, message: str)
     ],
 )
 def test_a_target_with_a_factory_is_told_from_others(target: str, parts: tuple[str, str] | None):
-    assert factory_of(target) == parts
+    assert split_factory(target) == parts
 
 
 FACTORIES = """

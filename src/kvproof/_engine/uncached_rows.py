@@ -29,7 +29,7 @@ from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
 from kvproof.scenarios import Ability
 from kvproof.subjects import Subject
-from kvproof.subjects._base import at_the_seam
+from kvproof.subjects._base import wrap_errors
 
 #: How uncached rows are computed.
 Reference = Literal["literal", "one-pass"]
@@ -256,7 +256,7 @@ class Uncached:
         if not self._tried_tables and self.top is not None:
             self._tried_tables, top = True, self.top.subject
             with suppress(SubjectError):
-                exact = at_the_seam(lambda: top.with_exact_tables(self._dtype))
+                exact = wrap_errors(lambda: top.with_exact_tables(self._dtype))
                 self._exact = None if exact is None else (Rung(exact[0]), exact[1])
         return self._exact
 

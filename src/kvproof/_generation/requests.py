@@ -35,7 +35,7 @@ from kvproof.errors import ContextError, UsageError
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.subjects import Subject, as_subject
 from kvproof.subjects._base import check_ids
-from kvproof.subjects._given import NO_END
+from kvproof.subjects._cache_values import NO_END
 
 PathName = Literal["cached", "uncached"]
 #: How many of the kept tokens a step records at most, besides the chosen one.

@@ -6,6 +6,7 @@ The library's own initialisation hides faults (see `_tiny.randomise`); the rule 
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvproof.errors import UsageError
 from kvproof.subjects._transformers.model import TransformersSubject
-from kvproof.subjects._transformers.quiet import refusing
+from kvproof.subjects._transformers.quiet import as_usage_errors
 from kvproof.subjects._transformers.tiny_sizes import LAYER_COUNTS
 
 Values = dict[str, Any]
@@ -43,6 +44,40 @@ class Recipe:
         return Recipe(model_type=self.model_type, values=values, seed=self.seed, attention=self.attention)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """Where ``from_pretrained`` finds a model, and how it loads it."""
+
+    name: str
+    gguf_file: str | None
+    dtype: str
+    attention: str
+    trust_remote_code: bool
+
+    @property
+    def arguments(self) -> Values:
+        """The arguments of ``from_pretrained`` besides the name."""
+        file = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        trusting = {"trust_remote_code": True} if self.trust_remote_code else {}
+        return {**file, "dtype": self.dtype, "attn_implementation": self.attention, **trusting}
+
+
+def pretrained_source(target: str, dtype: str, attention: str, trust_remote_code: bool) -> Pretrained:
+    """Return how ``from_pretrained`` loads a target: a folder, a file or a name on the hub."""
+    path, name, gguf_file = Path(target), target, None
+    if path.is_file():
+        name, gguf_file = str(path.resolve().parent), path.name
+    elif path.is_dir():
+        name = str(path.resolve())
+    return Pretrained(
+        name=name,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+    )
+
+
 def scaled(model: torch.nn.Module) -> torch.nn.Module:
     """Draw every weight anew, so large that each part of the model moves the logits."""
     for name, weight in model.named_parameters():
@@ -67,14 +102,14 @@ def recipe_of(subject: TransformersSubject, attention: str) -> Recipe:
 
 def num_parameters(recipe: Recipe) -> int:
     """Return how many weights the model has, without making them."""
-    with refusing(f"no {recipe.model_type} of this configuration"), torch.device("meta"):
+    with as_usage_errors(f"no {recipe.model_type} of this configuration"), torch.device("meta"):
         config = AutoConfig.for_model(recipe.model_type, **copy.deepcopy(recipe.values))
         return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
 def plain_model(recipe: Recipe, *, name: str, device: str = "cpu") -> TransformersSubject:
     """Build the float64 model of a recipe; raise `UsageError` where the library cannot."""
-    with refusing(f"{name} cannot be built from plain values"), torch.random.fork_rng(devices=[]):
+    with as_usage_errors(f"{name} cannot be built from plain values"), torch.random.fork_rng(devices=[]):
         config = AutoConfig.for_model(recipe.model_type, **copy.deepcopy(recipe.values))
         torch.default_generator.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attention).double()

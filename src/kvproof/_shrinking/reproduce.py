@@ -1,32 +1,27 @@
 """From a report to one file that shows its finding without kvproof."""
 
-import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvproof._engine.verdict_rules import CAUSALITY
-from kvproof._numerics.tolerances import STRUCTURAL_FLOOR, TOP_RUNG
+from kvproof._numerics.tolerances import STRUCTURAL_FLOOR
 from kvproof._shrinking.programs import CLEAR, Failure, FailureFinder, Tries, simplify
 from kvproof._shrinking.simpler import num_tokens
+from kvproof._shrinking.writable import Found, WritableModel, check_writable, writable_model
 from kvproof._system.files import write_whole
 from kvproof.contract.report import AuditRequest, Report
 from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.errors import KvproofError, ReportError, UsageError
 from kvproof.scenarios import Ability, Extend, Generate, Scenario, catalogue, random_programs, token_by_token
 from kvproof.subjects import Subject, limits_of
-from kvproof.subjects._targets import LoadOptions, load_target, pretrained_source
-
-if TYPE_CHECKING:
-    from kvproof._shrinking.models import Recipe
-    from kvproof.subjects._transformers import TransformersSubject
+from kvproof.subjects._targets import LoadOptions, load_target
 
 #: Tries of programs and of models, of each at most so many.
 MAX_TRIES = 400
@@ -53,11 +48,10 @@ class Reproduction:
 class _Case:
     """What is shrunk: a program, its wrong row, and the model that gives it."""
 
-    subject: "TransformersSubject"  #: in float64
+    model: WritableModel
     program: Scenario
     failure: Failure
     cached: bool
-    source: "Recipe | dict[str, Any]"
 
 
 def reproduce(
@@ -81,9 +75,9 @@ def reproduce(
     found = _finding(report, name, only)
     on_stage(f"loading {report.request.target or report.request.config}")
     case, first = _case(report.request, found.name, on_stage)
-    num_weights = _num_weights(case)
-    _shrink(case, on_stage, report.request.device)
-    text = _text(case, report, found, report.request.device)
+    num_weights = case.model.num_weights
+    _shrink(case, on_stage)
+    text = _text(case, report, found)
     write_whole(file, text.encode())
     on_stage(f"running {file.name}")
     status, output = _run(file)
@@ -129,11 +123,8 @@ def _case(request: AuditRequest, name: str, on_stage: Callable[[str], None]) -> 
         trust_remote_code=request.trust_remote_code,
         config=None if request.config is None else Path(request.config),
     )
+    check_writable(request.target)
     loaded = load_target(request.target, options)
-    if not _is_of_transformers(loaded):
-        raise UsageError(
-            f"{request.target} makes a decoder of its own: only models of transformers are written out"
-        )
     cached = name != CAUSALITY
     programs = [p for p in programs_of(request, loaded) if p.name == name]
     if not cached:
@@ -142,13 +133,12 @@ def _case(request: AuditRequest, name: str, on_stage: Callable[[str], None]) -> 
     if any(isinstance(operation, Generate) for program in programs for operation in program.operations):
         raise UsageError(f"{name!r} goes through generate(), and such programs are not written out")
     on_stage(f"looking for {name}")
-    for subject, source in _models(request, loaded):
-        # The clearest first: beside a fault there may be what tables of a lower dtype move.
-        for least, program in product((CLEAR, USUAL_LIMIT, STRUCTURAL_FLOOR.value), programs):
-            failure = _finder(subject, program, cached).find(program, least)
-            if failure is not None:
-                case = _Case(subject=subject, program=program, failure=failure, cached=cached, source=source)
-                return case, program
+    model = writable_model(request, loaded)
+    # The clearest first: beside a fault there may be what tables of a lower dtype move.
+    for least, program in product((CLEAR, USUAL_LIMIT, STRUCTURAL_FLOOR.value), programs):
+        failure = _finder(model, program, cached).find(program, least)
+        if failure is not None:
+            return _Case(model=model, program=program, failure=failure, cached=cached), program
     raise UsageError(
         f"{name!r} does not fail in float64 on {request.target or request.config}, run as a file without kvproof "
         f"runs it, with torch {torch.__version__} and the library that is installed; a fault of the declared "
@@ -156,23 +146,9 @@ def _case(request: AuditRequest, name: str, on_stage: Callable[[str], None]) -> 
     )
 
 
-def _is_of_transformers(subject: Subject) -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    from kvproof.subjects._transformers import TransformersSubject
-
-    return isinstance(subject, TransformersSubject)
-
-
-def _finder(subject: "TransformersSubject", program: Scenario, cached: bool) -> FailureFinder:
+def _finder(model: WritableModel, program: Scenario, cached: bool) -> FailureFinder:
     """Return what looks for rows that are wrong in true float64, and as a file without kvproof computes them."""
-    from kvproof.subjects._transformers import TransformersSubject
-
-    model = subject.model
-    if _is_padded(program):
-        model = copy.deepcopy(model).float()
-    alone = TransformersSubject(model, name=subject.info.name, seed=subject.seed, true_float64=False)
-    return FailureFinder(subject, alone, cached=cached)
+    return FailureFinder(model.subject, model.written_subject(single=_is_padded(program)), cached=cached)
 
 
 def _is_padded(program: Scenario) -> bool:
@@ -180,27 +156,8 @@ def _is_padded(program: Scenario) -> bool:
     return Ability.PAD in program.needs
 
 
-def _models(
-    request: AuditRequest, loaded: Subject
-) -> "Iterator[tuple[TransformersSubject, Recipe | dict[str, Any]]]":
-    """Yield what a file can build in place of the subject that was audited."""
-    from kvproof._shrinking.models import plain_model, recipe_of
-    from kvproof.subjects._transformers import TransformersSubject
-
-    assert isinstance(loaded, TransformersSubject)
-    source = pretrained_source(request.target, request.dtype, request.attention, request.trust_remote_code)
-    if source is None:
-        recipe = recipe_of(loaded, request.attention)
-        yield plain_model(recipe, name=loaded.info.name, device=request.device), recipe
-        return
-    exact = loaded.cast(TOP_RUNG)
-    assert isinstance(exact, TransformersSubject)
-    yield exact, source
-
-
-def _shrink(case: _Case, on_stage: Callable[[str], None], device: str) -> None:
+def _shrink(case: _Case, on_stage: Callable[[str], None]) -> None:
     """Shrink program and model in turns, until neither gets simpler, quietly: each model would log the same."""
-    from kvproof.subjects._transformers import quiet
 
     def told(what: str, num: int) -> None:
         on_stage(f"shrinking the {what}: {len(case.program.operations)} operations, {num} tries")
@@ -208,50 +165,42 @@ def _shrink(case: _Case, on_stage: Callable[[str], None], device: str) -> None:
     models = Tries(max_tries=MAX_TRIES, on_try=lambda num: told("model", num))
     programs = Tries(max_tries=MAX_TRIES, on_try=lambda num: told("program", num))
     while True:
-        before = (case.program, repr(case.source))
-        with quiet():
-            finder = _finder(case.subject, case.program, case.cached)
+        before = (case.program, case.model.key)
+        with case.model.silence():
+            finder = _finder(case.model, case.program, case.cached)
             case.program, case.failure = finder.shrink(case.program, case.failure, programs)
-            _shrink_model(case, models, device)
+            _shrink_model(case, models)
         programs.known.clear()  # on another model other programs may fail
-        if (case.program, repr(case.source)) == before or programs.num >= programs.max_tries:
+        if (case.program, case.model.key) == before or programs.num >= programs.max_tries:
             return
 
 
-def _shrink_model(case: _Case, tries: Tries, device: str) -> None:
-    from kvproof._shrinking.models import Recipe, num_parameters, plain_model, size_of, smaller_recipes
+def _shrink_model(case: _Case, tries: Tries) -> None:
+    least = case.failure.min_gap
 
-    if not isinstance(case.source, Recipe):
-        return
-    least, sizes = case.failure.min_gap, {repr(case.source): size_of(case.source, num_parameters(case.source))}
-
-    def better(candidate: Recipe, best: Recipe) -> bool:
+    def better(candidate: WritableModel, best: WritableModel) -> bool:
         try:
-            size = size_of(candidate, num_parameters(candidate))
-            if size >= sizes[repr(best)]:
+            if candidate.size >= best.size:
                 return False
-            subject = plain_model(candidate, name=case.subject.info.name, device=device)
+            finder = _finder(candidate, case.program, case.cached)
         except KvproofError:
             return False
-        failure = _finder(subject, case.program, case.cached).find(case.program, least)
+        failure = finder.find(case.program, least)
         if failure is None:
             return False
-        sizes[repr(candidate)] = size
-        case.subject, case.failure = subject, failure
+        case.failure = failure
         return True
 
-    case.source = simplify(case.source, smaller_recipes, better, tries, key=repr)
+    case.model = simplify(case.model, WritableModel.simplify, better, tries, key=lambda model: model.key)
 
 
-def _text(case: _Case, report: Report, found: ScenarioResult, device: str) -> str:
-    from kvproof._shrinking.standalone import Found, standalone
-
+def _text(case: _Case, report: Report, found: ScenarioResult) -> str:
     gap, single = case.failure.gap, _is_padded(case.program)
     usual = SINGLE_LIMIT if single else USUAL_LIMIT
     what = f"{found.name} of {report.subject.name}: the row after {len(case.failure.prefix)} tokens is "
     what += "not the uncached one." if case.cached else "another one where more tokens follow."
     sentence = f"{found.divergence.sentence}." if found.divergence is not None else report.summary
-    return standalone(
+    return case.model.write(
         Found(
             program=case.program,
             place=case.failure.place,
@@ -261,10 +210,7 @@ def _text(case: _Case, report: Report, found: ScenarioResult, device: str) -> st
             limit=usual if gap > 10 * usual else gap / 10,
             title=what,
             sentence=f"In the audit: {sentence}",
-        ),
-        case.subject,
-        case.source,
-        device,
+        )
     )
 
 
@@ -287,14 +233,10 @@ def _run(file: Path) -> tuple[int, str]:
     return done.returncode, lines[-1] if lines else "it printed nothing"
 
 
-def _num_weights(case: _Case) -> int:
-    return int(case.subject.model.num_parameters())
-
-
 def _sentence(name: str, first: Scenario, num_weights: int, case: _Case) -> str:
     def told(program: Scenario, weights: int) -> str:
         num = len(program.operations)
         operations = f"{num} operation{'s' if num > 1 else ''}"
         return f"{operations}, {num_tokens(program)} tokens, {weights} weights"
 
-    return f"{name}: {told(first, num_weights)}, shrunk to {told(case.program, _num_weights(case))}"
+    return f"{name}: {told(first, num_weights)}, shrunk to {told(case.program, case.model.num_weights)}"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvproof._shrinking.models import Recipe, scaled
+from kvproof._shrinking.models import Pretrained, Recipe, scaled
+from kvproof._shrinking.writable import Found
 from kvproof.errors import UsageError
 from kvproof.scenarios import (
     Ability,
@@ -30,7 +31,6 @@ from kvproof.scenarios import (
     Refused,
     Reorder,
     Reset,
-    Scenario,
     SessionState,
     capacity,
     walk,
@@ -42,22 +42,6 @@ from kvproof.subjects._transformers.model import SELECTIONS, TransformersSubject
 _WIDTH = 110
 #: A file has fewer lines than this, or no maintainer reads it.
 MAX_LINES = 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The wrong row that a file shows."""
-
-    program: Scenario
-    place: tuple[
-        int, int, int
-    ]  #: the `Extend` that gives it, the batch row, and which of the new tokens it follows
-    prefix: tuple[int, ...]
-    cached: bool  #: False: from one pass over longer ids, with no cache
-    single: bool  #: the file computes in float32, and not in float64
-    limit: float  #: the part of the row's scale beyond which the file calls it wrong
-    title: str
-    sentence: str  #: what was found, in words
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,10 +62,10 @@ class _Feed:
         return counted and all(map(all, self.mask))
 
 
-def standalone(found: Found, subject: TransformersSubject, source: Recipe | dict[str, Any], device: str) -> str:
+def standalone(found: Found, subject: TransformersSubject, source: Recipe | Pretrained, device: str) -> str:
     """Return the file's text: it exits with 1 where the row is wrong, and with 0 where it is right.
 
-    ``source`` is a random model's recipe, or the arguments with which ``from_pretrained`` gives the model.
+    ``source`` is what the file builds the model from.
     Raises `UsageError` for a program that cannot be written out, or that takes too many lines.
     """
     writer = _Writer(found, subject)
@@ -117,7 +101,7 @@ def _head(found: Found) -> Iterator[str]:
         yield from textwrap.wrap(repr(text)[1:-1], _WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
-def _model(source: Recipe | dict[str, Any], device: str, *, has_experts: bool, single: bool) -> Iterator[str]:
+def _model(source: Recipe | Pretrained, device: str, *, has_experts: bool, single: bool) -> Iterator[str]:
     """Yield what makes ``model``."""
     if isinstance(source, Recipe):
         yield from ("", "", *inspect.getsource(scaled).rstrip("\n").split("\n"), "", "")
@@ -127,10 +111,8 @@ def _model(source: Recipe | dict[str, Any], device: str, *, has_experts: bool, s
         made = f"AutoModelForCausalLM.from_config(config, attn_implementation={source.attention!r})"
         yield f"model = scaled({made}.double())"
     else:
-        given = dict(source)
-        name = given.pop("pretrained_model_name_or_path")
-        yield from ("", *_assigned("OPTIONS", given))
-        yield f"model = AutoModelForCausalLM.from_pretrained({name!r}, **OPTIONS).double().eval()"
+        yield from ("", *_assigned("OPTIONS", source.arguments))
+        yield f"model = AutoModelForCausalLM.from_pretrained({source.name!r}, **OPTIONS).double().eval()"
     if has_experts:
         yield 'model.set_experts_implementation("eager")  # the grouped kernels know no float64'
     if single:
@@ -178,7 +160,7 @@ class _Writer:
         self._lines = list(self._write_operations()) if found.cached else []
         self.is_plain = all(feed.is_plain for feed in self._feeds)
 
-    def imports(self, source: Recipe | dict[str, Any]) -> Iterator[str]:
+    def imports(self, source: Recipe | Pretrained) -> Iterator[str]:
         names = ["AutoModelForCausalLM"] + (["AutoConfig"] if isinstance(source, Recipe) else [])
         text = "\n".join(self._lines)
         names += [name for name in ("DynamicCache", "StaticCache") if f"{name}(" in text]

@@ -5,7 +5,6 @@ killed resumes from there, and ``sweep.json`` and ``sweep.md`` hold the groups o
 """
 
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,8 @@ from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Grou
 from kvproof.errors import UsageError
 from kvproof.render.sweep_markdown import render
 from kvproof.scenarios import catalogue, select
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._registry import find_entry
+from kvproof.subjects._targets import LoadOptions, load_target, preload
 
 
 def list_jobs(
@@ -48,13 +48,9 @@ def list_jobs(
 
 def list_all_types() -> tuple[str, ...]:
     """Return each causal type of the installed transformers as a target; raise `UsageError` if it is missing."""
-    try:
-        from kvproof.subjects._transformers import known_types
-    except ImportError as error:
-        raise UsageError(
-            f"--all-types needs the transformers library: pip install 'kvproof[transformers]' ({error})"
-        ) from error
-    return tuple(f"random:{name}" for name in known_types())
+    entry = find_entry("random:")
+    assert entry is not None
+    return entry.load_adapter("--all-types").list_targets()
 
 
 def current_conditions(*, length: int, seed: int, only: Sequence[str], without: Sequence[str]) -> Conditions:
@@ -179,10 +175,8 @@ def sweep_targets(
     conditions = current_conditions(
         length=options.length, seed=options.seed, only=options.only, without=options.without
     )
-    # Forked processes share this import. If it fails, each target is refused with the reason.
-    with suppress(ImportError):
-        importlib.import_module("kvproof.subjects._transformers")
     targets = (*targets, *(list_all_types() if options.all_types else ()))
+    preload(targets)  # so that forked processes share what they import
     num_jobs = options.num_jobs or os.cpu_count() or 2
     forks = hasattr(os, "fork")
     return sweep(

@@ -21,6 +21,7 @@ from kvproof.cli.outputs import (
 )
 from kvproof.cli.progress import show_progress
 from kvproof.errors import UsageError
+from kvproof.subjects._registry import describe_extras, describe_targets, runs_on_one_thread
 
 if TYPE_CHECKING:
     from kvproof._engine.uncached_rows import Reference
@@ -105,10 +106,7 @@ class AuditOptions:
 def audit(target: str | None, loading: Loading, **given: Any) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 
-    TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
-    random:TYPE for a tiny random model of any causal type that transformers knows, or module:factory or
-    file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
-    with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
+    TARGET is {targets}. A prompt shorter than --length is filled up with random tokens. {extras}
     """
     options = AuditOptions(**given)
     if options.as_list:
@@ -139,7 +137,7 @@ def _run(
 
     seed = options.seed
     # More threads than one only wait for each other on tensors as small as a random model's.
-    tiny = target is not None and target.startswith("random:")
+    tiny = runs_on_one_thread(target)
     with show_progress(options.quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading.config}")
         subject = load_target(target, loading.options(seed))
@@ -168,6 +166,9 @@ def _print_scenarios(length: int) -> None:
 
     for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
         click.echo(f"{entry.name:37} {entry.exposes}")
+
+
+audit.help = str(audit.help).format(targets=describe_targets(), extras=describe_extras())
 
 
 def _request(

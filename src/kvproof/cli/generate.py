@@ -378,5 +378,6 @@ def _stops(subject: "Subject", options: GenerateOptions) -> "Stops":
 def _threads_for(target: str | None) -> AbstractContextManager[None]:
     """Run with one thread where more only wait for each other: on tensors as small as a random model's."""
     from kvproof._system.machine import use_one_thread
+    from kvproof.subjects._registry import runs_on_one_thread
 
-    return use_one_thread() if target is not None and target.startswith("random:") else nullcontext()
+    return use_one_thread() if runs_on_one_thread(target) else nullcontext()

@@ -105,28 +105,27 @@ def load_recorded(header: "Header", target: str | None, *, network: bool, trust_
     What a record says is data: it is never let run code, neither a factory's nor a model's own, nor ask the
     network. Raises `LedgerError` for one that would have to, and `UsageError` for a model that cannot be had.
     """
-    from kvproof.subjects._factory import factory_of
-    from kvproof.subjects._targets import LoadOptions, load_target
+    from kvproof.subjects._registry import runs_named_code
+    from kvproof.subjects._targets import LoadOptions, fit_options, load_target
 
     source = header.source
     if source is None and target is None:
         raise LedgerError("the record does not say where its model was loaded from: give --target")
     if target is None and source is not None and source.target is not None:
-        if factory_of(source.target) is not None:
+        if runs_named_code(source.target):
             raise LedgerError(f"its model is made by the function {source.target!r}: to run it, give --target")
         target = source.target
     config = None if target is not None or source is None or source.config is None else Path(source.config)
-    made_here = target is not None and factory_of(target) is not None
     options = LoadOptions(
         dtype=header.dtype,
         seed=header.subject_seed or 0,
-        attention="eager" if made_here or source is None else source.attention,
-        device="cpu" if made_here or source is None else source.device,
+        attention="eager" if source is None else source.attention,
+        device="cpu" if source is None else source.device,
         trust_remote_code=trust_remote_code,
         network=network,
         config=config,
     )
-    return load_target(target, options)
+    return load_target(target, fit_options(target, options))
 
 
 def read_ledger(file: Path) -> "LedgerFile":

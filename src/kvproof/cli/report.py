@@ -60,10 +60,11 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
         from kvproof._shrinking.reproduce import reproduce
         from kvproof._system.machine import use_one_thread
         from kvproof.render.json import read
+        from kvproof.subjects._registry import runs_on_one_thread
 
         report = read(report_file, on_note=complain)
         file = report_file.with_name("reproduction.py") if out is None else out
-        tiny = report.request is not None and (report.request.target or "").startswith("random:")
+        tiny = report.request is not None and runs_on_one_thread(report.request.target)
         with use_one_thread() if tiny else nullcontext():
             done = reproduce(report, file, name=str(report_file), only=scenario, on_stage=progress.stage)
     outcome = "reproduces it" if done.reproduces else "does NOT reproduce it"

@@ -112,7 +112,7 @@ class Subject(ABC):
     @final
     def text(self, ids: Sequence[int]) -> str | None:
         """Return the text that ``ids`` stand for together, special tokens included; None without a tokenizer."""
-        return at_the_seam(lambda: self._text(ids))
+        return wrap_errors(lambda: self._text(ids))
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
@@ -130,7 +130,7 @@ class Subject(ABC):
         """
         if not text:
             raise UsageError("the prompt is empty: it holds at least one token")
-        ids = tuple(at_the_seam(lambda: self._encode_chat(text) if chat else self._encode(text)))
+        ids = tuple(wrap_errors(lambda: self._encode_chat(text) if chat else self._encode(text)))
         if not ids:
             raise UsageError(f"the tokenizer of {self.info.name} makes no token of the prompt {text[:40]!r}")
         for token_id in ids:
@@ -154,7 +154,7 @@ class Subject(ABC):
         kept = range(len(ids)) if keep is None else keep
         if kept.step != 1 or not 0 <= kept.start < kept.stop <= len(ids):
             raise UsageError(f"cannot keep positions {kept} of {len(ids)} tokens")
-        rows = at_the_seam(lambda: self._kept_rows(ids, tap, kept))
+        rows = wrap_errors(lambda: self._kept_rows(ids, tap, kept))
         _check_shape(rows, (len(kept), self.info.vocab_size))
         return rows
 
@@ -196,7 +196,7 @@ class Subject(ABC):
             capacity=capacity,
             omit_positions=omit_positions,
         )
-        return at_the_seam(lambda: self._session(opening))
+        return wrap_errors(lambda: self._session(opening))
 
     @final
     def generate(self, operation: Generate, make_tap: Callable[[], Tap] = lambda: untouched) -> Generated:
@@ -207,7 +207,7 @@ class Subject(ABC):
         """
         self.require(Ability.GENERATE)
         _check_generate(operation, self)
-        generated = at_the_seam(lambda: self._generate(operation, make_tap))
+        generated = wrap_errors(lambda: self._generate(operation, make_tap))
         given = {row for call in generated.calls for rows in call.prefixes for row in rows}
         missing = {row for rows in operation.prefixes() for row in rows} - given
         if missing:
@@ -222,7 +222,7 @@ class Subject(ABC):
     def cast(self, dtype: torch.dtype) -> "Subject":
         """Return the same decoder computing in another dtype."""
         self.require(Ability.CAST)
-        return at_the_seam(lambda: self._cast(dtype))
+        return wrap_errors(lambda: self._cast(dtype))
 
     def with_exact_tables(self, rounded_to: torch.dtype) -> "tuple[Subject, tuple[str, ...]] | None":
         """Return the same decoder with tables computed anew in its own dtype, and their names; None without any.
@@ -301,7 +301,7 @@ class Session(ABC):
             if len(row) != num_new and (start or Ability.PAD not in info.abilities):
                 raise SessionError(f"rows of {len(row)} and {num_new} tokens in one call")
         check_context(start, num_new, info)
-        logits = at_the_seam(lambda: self._extend(ids, start))
+        logits = wrap_errors(lambda: self._extend(ids, start))
         _check_shape(logits, (len(ids), num_new, info.vocab_size))
         for consumed, row in zip(self._ids, ids, strict=True):
             consumed.extend(row)
@@ -315,7 +315,7 @@ class Session(ABC):
             raise SessionError("rows of unequal length cannot be cropped to one length")
         if not _is_integer(length) or not 0 <= length <= len(self):
             raise SessionError(f"cannot crop {len(self)} tokens to {length!r}")
-        at_the_seam(lambda: self._crop(length))
+        wrap_errors(lambda: self._crop(length))
         self._ids = [row[:length] for row in self._ids]
 
     @final
@@ -328,26 +328,26 @@ class Session(ABC):
                 raise SessionError(f"no batch row {row!r}: the session has {len(self._ids)}")
         if not rows:
             raise SessionError("a session keeps at least one batch row")
-        at_the_seam(lambda: self._reorder(rows))
+        wrap_errors(lambda: self._reorder(rows))
         self._ids = [list(self._ids[row]) for row in rows]
 
     @final
     def fork(self, *, tap: Tap = untouched) -> "Session":
         """Return an independent session that continues from this one's state."""
         self.subject.require(Ability.FORK)
-        return at_the_seam(lambda: self._fork(tap))
+        return wrap_errors(lambda: self._fork(tap))
 
     @final
     def reset(self) -> None:
         """Forget everything."""
-        at_the_seam(self._reset)
+        wrap_errors(self._reset)
         self._ids = [[] for _ in self._ids]
 
     @final
     def poison(self) -> int:
         """Fill the cache's slots that hold no token with large finite garbage; return how many values that is."""
         self.subject.require(Ability.POISON)
-        return at_the_seam(self._poison)
+        return wrap_errors(self._poison)
 
     @final
     def cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
@@ -357,7 +357,7 @@ class Session(ABC):
         inputs of a convolution along its last axis, and ``state``. Others have names of their own.
         """
         self.subject.require(Ability.INSPECT)
-        return at_the_seam(self._cache_tensors)
+        return wrap_errors(self._cache_tensors)
 
     @final
     def edit(self, change: Callable[[tuple[dict[str, Tensor], ...]], None]) -> None:
@@ -368,7 +368,7 @@ class Session(ABC):
         self.subject.require(Ability.EDIT)
         layers = tuple(dict(layer) for layer in self.cache_tensors())
         change(layers)
-        at_the_seam(lambda: self._put_tensors(layers))
+        wrap_errors(lambda: self._put_tensors(layers))
 
     @abstractmethod
     def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Float[Tensor, "batch new vocab"]: ...
@@ -404,7 +404,7 @@ def limits_of(subject: Subject) -> Limits:
     )
 
 
-def at_the_seam(call: Callable[[], T]) -> T:
+def wrap_errors(call: Callable[[], T]) -> T:
     """Run an adapter's call; what is not ours becomes `SubjectError`, with its cause kept."""
     try:
         return call()

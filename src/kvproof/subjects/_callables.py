@@ -12,8 +12,8 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
-from kvproof.subjects._base import at_the_seam
-from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor
+from kvproof.subjects._base import wrap_errors
+from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor
 
 #: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64
 #: NumPy array (seq,).
@@ -22,12 +22,12 @@ Full = Callable[[Any], Any]
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class CallableSubject(GivenSubject):
+class CallableSubject(CacheValueSubject):
     """A decoder whose uncached path is ``full(ids)`` and whose cached path is ``step(ids, cache)``.
 
     ``ids`` is a NumPy array (new,) of int64; the first call of a session gets None as its cache, and each
     later one what the last returned. Logits may be torch tensors, NumPy arrays or
-    anything that speaks DLPack. The vocabulary's size and the declared dtype are those of ``full([0])``.
+    anything that supports DLPack. The vocabulary's size and the declared dtype are those of ``full([0])``.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class CallableSubject(GivenSubject):
         *,
         name: str | None = None,
         context_len: int = NO_END,
-        ways: CacheWays = CacheWays(),  # noqa: B008 - it is frozen
+        ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
         cast: Callable[[str], tuple[Full, Step]] | None = None,
     ) -> None:
         """Wrap two functions.
 
-        ``context_len`` is the number of positions, where there is an end. ``ways`` says what can be done with a
+        ``context_len`` is the number of positions, where there is an end. ``ops`` says what can be done with a
         cache beside stepping; by default it is copied, deeply. ``cast(dtype)`` returns both functions computing
         in another dtype, such as ``"float64"``: without it, rounding can be told from bugs by noise alone.
 
@@ -53,8 +53,8 @@ class CallableSubject(GivenSubject):
             if not callable(function):
                 raise UsageError(f"{label} must be a function, not a {type(function).__name__}")
         self.full, self._step, self._cast_to = full, step, cast
-        self.ways = ways
-        row = at_the_seam(lambda: self._logits(full(np.array([0])), 1))
+        self.ops = ops
+        row = wrap_errors(lambda: self._logits(full(np.array([0])), 1))
         self._info = SubjectInfo(
             name=name or str(getattr(full, "__qualname__", type(full).__name__)),
             digest="unknown",
@@ -63,7 +63,7 @@ class CallableSubject(GivenSubject):
             num_layers=0,
             vocab_size=row.shape[-1],
             context_len=context_len,
-            abilities=(Ability.TAP, *((Ability.CAST,) if cast else ()), *ways.abilities()),
+            abilities=(Ability.TAP, *((Ability.CAST,) if cast else ()), *ops.abilities()),
         )
 
     @property
@@ -116,7 +116,7 @@ class CallableSubject(GivenSubject):
         full, step = self._cast_to(name)
         own = self.info
         cast = CallableSubject(
-            full, step, name=own.name, context_len=own.context_len, ways=self.ways, cast=self._cast_to
+            full, step, name=own.name, context_len=own.context_len, ops=self.ops, cast=self._cast_to
         )
         if cast.info.dtype != name:
             raise SubjectError(f"cast({name!r}) gave a decoder whose logits are {cast.info.dtype}")

@@ -1,14 +1,14 @@
-"""From ``package.module:factory`` or ``path/file.py:factory`` to the decoder that the factory returns.
+"""The adapter for ``package.module:factory`` and ``path/file.py:factory``: the decoder that the function returns.
 
-This runs code that the caller named, as importing it does; nothing else is looked for and run.
+This imports and calls the code that the caller named, and nothing else.
 """
 
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,26 +16,30 @@ from typing import Any
 from torch import nn
 
 from kvproof.errors import KvproofError, UsageError
+from kvproof.subjects import _registry
 from kvproof.subjects._base import Subject
 from kvproof.subjects._callables import CallableSubject
-
-_TARGET = re.compile(r"(?P<home>.+):(?P<name>[A-Za-z_]\w*)")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-def factory_of(target: str) -> tuple[str, str] | None:
-    """Return the module, or file, and the name that a target consists of; None where it is no such target."""
-    found = _TARGET.fullmatch(target)
-    if found is None or found["home"] == "random":
-        return None
-    home, name = found["home"], found["name"]
-    return (home, name) if home.endswith(".py") or _MODULE.fullmatch(home) else None
+from kvproof.subjects._registry import split_factory
+from kvproof.subjects._targets import Adapter, LoadOptions, Target
 
 
-def subject_from(target: str, home: str, name: str) -> Subject:
+class FactoryAdapter(Adapter):
+    """Loads what a function of the caller's returns."""
+
+    def load(self, target: Target, options: LoadOptions) -> Subject:
+        """Import the function, call it and return its decoder as a subject."""
+        names = split_factory(target.text)
+        assert names is not None
+        return call_factory(target.text, *names)
+
+
+ADAPTER = FactoryAdapter()
+
+
+def call_factory(target: str, home: str, name: str) -> Subject:
     """Return the decoder that a factory makes.
 
-    Raises `UsageError` for a module or name that is not there, a factory that raises, and one that returns
+    Raises `UsageError` for a module or name that does not exist, and for a factory that raises or returns
     something else.
     """
     module = _from_file(Path(home)) if home.endswith(".py") else _from_package(home)
@@ -48,22 +52,18 @@ def subject_from(target: str, home: str, name: str) -> Subject:
 
 
 def as_subject(decoder: object, name: str | None = None) -> Subject:
-    """Return what someone brought as a subject: a `Subject`, functions (full, step), or a transformers model.
+    """Return a decoder as a subject: a `Subject`, two functions (full, step), or an engine's own object.
 
-    Raises `UsageError` for anything else, and for a torch module, whose argument names must be told.
+    Raises `UsageError` for anything else, and for a torch module, whose argument names kvproof cannot guess.
     """
     if isinstance(decoder, Subject):
         return decoder
     if isinstance(decoder, tuple) and len(decoder) == 2 and all(map(callable, decoder)):
         return CallableSubject(*decoder, name=name)
+    adopted = _adopt(decoder, name)
+    if adopted is not None:
+        return adopted
     if isinstance(decoder, nn.Module):
-        if hasattr(decoder, "config") and "transformers" in sys.modules:
-            from transformers import PreTrainedModel
-
-            if isinstance(decoder, PreTrainedModel):
-                from kvproof.subjects._transformers import TransformersSubject
-
-                return TransformersSubject(decoder, name=name or type(decoder).__name__)
         kind = type(decoder).__name__
         raise UsageError(
             f"{kind} is a torch module: say how it names its cache, as in ModuleSubject(module, cache='...'); "
@@ -74,22 +74,33 @@ def as_subject(decoder: object, name: str | None = None) -> Subject:
     )
 
 
+def _adopt(decoder: object, name: str | None) -> Subject | None:
+    """Return an object of an engine as a subject; an engine that was never imported made no object."""
+    for entry in _registry.ADAPTERS:
+        if entry.library in sys.modules:
+            with suppress(ImportError):
+                subject = entry.import_adapter().adopt(decoder, name)
+                if subject is not None:
+                    return subject
+    return None
+
+
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"no such file: {path}")
-    sys.path.insert(0, str(path.resolve().parent))  # as when the file is run
-    name = f"kvproof_target_{path.stem}"  # which no module that it imports goes by
+    sys.path.insert(0, str(path.resolve().parent))  # as if the file were run
+    name = f"kvproof_target_{path.stem}"  # that no module it imports can have
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[name] = module  # what it defines looks itself up there
+    sys.modules[name] = module  # dataclasses and pickle look it up there
     _run(str(path), lambda: loader.exec_module(module))
     return module
 
 
 def _from_package(name: str) -> ModuleType:
-    """Import a module; what stands in the current folder can be named too, as with ``python -m``."""
+    """Import a module, which may lie in the current folder, as with ``python -m``."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     top = name.partition(".")[0]
@@ -101,7 +112,7 @@ def _from_package(name: str) -> ModuleType:
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:
-    """Run code that was named; what it raises is the caller's to mend."""
+    """Run the caller's code; what it raises becomes a `UsageError`."""
     try:
         return call()
     except KvproofError as error:

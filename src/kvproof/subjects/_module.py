@@ -16,12 +16,12 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
-from kvproof.subjects._base import at_the_seam
-from kvproof.subjects._given import NO_END, CacheWays, GivenSubject, as_tensor
+from kvproof.subjects._base import wrap_errors
+from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor
 from kvproof.subjects._taps import layer_of, tapped
 
 
-class ModuleSubject(GivenSubject):
+class ModuleSubject(CacheValueSubject):
     """A torch module, called as ``module(ids, cache=…)`` under the names that it has for its arguments.
 
     ``ids`` is (batch, new) of int64 and goes first. Without a cache it is the uncached path: the logits (batch,
@@ -45,7 +45,7 @@ class ModuleSubject(GivenSubject):
         windows: Sequence[int] = (),
         batch: bool = True,
         start: Callable[[Any], Any] | None = None,
-        ways: CacheWays = CacheWays(),  # noqa: B008 - it is frozen
+        ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
     ) -> None:
         """Wrap a module.
 
@@ -55,7 +55,7 @@ class ModuleSubject(GivenSubject):
         ``{"use_cache": True}``. ``context_len`` is the number of positions and ``windows`` the lengths of
         sliding windows, where there are any: lengths are chosen around them. With ``batch``, sessions may hold
         several rows. ``start(module)`` makes an empty cache, in the module's own dtype; without it the first call
-        is given None. ``ways`` says what can be done with a cache beside feeding it.
+        is given None. ``ops`` says what can be done with a cache beside feeding it.
 
         Raises `UsageError` for a name that the module's ``forward`` does not take, and `SubjectError` where a
         first call raises or returns no logits.
@@ -66,13 +66,13 @@ class ModuleSubject(GivenSubject):
         self.names = names
         self.new_cache = new_cache
         self.options = {True: dict(cached_options or {}), False: dict(uncached_options or {})}
-        self.ways = ways
+        self.ops = ops
         self._start = start
         self.batch = batch
         self._boundaries = Boundaries(context_len=context_len, windows=tuple(windows))
         tensors = (*module.parameters(), *module.buffers())
         self.device = tensors[0].device if tensors else torch.device("cpu")
-        row = at_the_seam(lambda: self._rows([0], untouched))
+        row = wrap_errors(lambda: self._rows([0], untouched))
         padded = positions is not None and mask is not None
         self._info = SubjectInfo(
             name=name or type(module).__name__,
@@ -87,7 +87,7 @@ class ModuleSubject(GivenSubject):
                 Ability.TAP,
                 *((Ability.BATCH,) if batch else ()),
                 *((Ability.PAD,) if batch and padded else ()),
-                *ways.abilities(),
+                *ops.abilities(),
             ),
         )
 
@@ -169,7 +169,7 @@ class ModuleSubject(GivenSubject):
             windows=self._boundaries.windows,
             batch=self.batch,
             start=self._start,
-            ways=self.ways,
+            ops=self.ops,
         )
 
 

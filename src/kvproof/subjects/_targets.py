@@ -1,121 +1,110 @@
-"""From what a person types to a subject: a folder, a name on the hub, a GGUF file, a type, a configuration."""
+"""Loads the subject that a person names, through the adapter that the registry finds for it."""
 
-import importlib.metadata
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
-from kvproof.subjects._base import Subject, at_the_seam
-from kvproof.subjects._factory import factory_of, subject_from
-
-#: The versions of transformers that the adapter was run on: from the first, below the second.
-TRANSFORMERS_VERSIONS = ("4.57.6", "6")
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+from kvproof.subjects._base import Subject, wrap_errors
+from kvproof.subjects._registry import AdapterEntry, find_entry, find_scheme, list_forms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """How a target is loaded, and what loading it may do."""
 
-    dtype: str | None = None  #: the declared dtype, by torch's name; None for float32, or a factory's own
+    dtype: str | None = None  #: the declared dtype, by torch's name; None for the adapter's default
     seed: int = 0  #: of a random model's weights
     attention: str = "eager"
     device: str = "cpu"
     trust_remote_code: bool = False  #: run code that comes with the model
-    network: bool = False  #: fetch a model that is not in the local hub cache
+    network: bool = False  #: download a model that is not in the local hub cache
     config: Path | None = None  #: instead of a target: a random model of this configuration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A target, taken apart."""
+
+    text: str  #: as it was typed
+    scheme: str | None  #: the word before the colon, if an adapter has that scheme
+    rest: str  #: what follows the scheme, or all of the text
+
+
+class Adapter(ABC):
+    """What an engine's module offers as ``ADAPTER``, besides its `Subject`."""
+
+    @abstractmethod
+    def load(self, target: Target, options: LoadOptions) -> Subject:
+        """Return the subject that a target names; raise `UsageError` for one that cannot be loaded."""
+
+    def adopt(self, decoder: object, name: str | None) -> Subject | None:
+        """Return a subject for one of the engine's own objects, or None for any other object."""
+        return None
+
+    def list_targets(self) -> tuple[str, ...]:
+        """Return every target that can be loaded without any file, for a sweep of all of them."""
+        return ()
 
 
 def load_target(target: str | None, options: LoadOptions) -> Subject:
     """Return the subject that ``target`` names, or that ``options.config`` describes.
 
-    ``target`` is a folder with a transformers model, a GGUF file, ``org/name`` on the hub, ``random:TYPE``, or
-    ``package.module:factory`` or ``file.py:factory``, a function that returns a decoder.
+    ``target`` is any form that the registry lists, such as a folder or ``random:TYPE``.
 
-    Raises `UsageError` for a target that is not there, cannot be loaded or cannot be audited, for a device or
-    dtype that does not exist, and for a library that is not installed or was not run in that version.
+    Raises `UsageError` for a target that does not exist, cannot be loaded or cannot be audited, for a device or
+    dtype that does not exist, and if the engine's library is missing or is a release that was not tried.
     """
-    factory = None if target is None or Path(target).exists() else factory_of(target)
-    if target is not None and factory is not None:
-        return _made(target, factory, options)
-    build = _builder(target, options)
-    label = target or str(options.config)
-    adapter = _adapter(label)
+    if (target is None) == (options.config is None):
+        raise UsageError("give a TARGET or --config FILE, and not both")
+    label = str(options.config) if target is None else target
+    entry = find_entry(target)
+    if entry is None:
+        if Path(label).is_file():
+            raise UsageError(f"{label} is a file that kvproof cannot load: give the folder that holds the model")
+        raise UsageError(f"no such model: {label!r} is neither {list_forms()}")
+    _check(label, options, entry)
+    adapter = entry.load_adapter(label)
+    scheme = None if target is None else find_scheme(target)
+    parts = Target(text=label, scheme=scheme, rest=label if scheme is None else label.partition(":")[2])
     try:
-        return at_the_seam(lambda: build(adapter))
+        subject = wrap_errors(lambda: adapter.load(parts, options))
     except SubjectError as error:
         raise UsageError(f"{label} cannot be audited: {str(error).splitlines()[0]}") from error
-
-
-def _made(target: str, factory: tuple[str, str], options: LoadOptions) -> Subject:
-    """Return what a factory makes, in the dtype that was asked for."""
-    if options.config is not None:
-        raise UsageError("give a TARGET or --config FILE, and not both")
-    if (options.attention, options.device) != ("eager", "cpu"):
-        raise UsageError(f"--attention and --device do not go with {target}: its factory decides")
-    subject = subject_from(target, *factory)
     if options.dtype in (None, subject.info.dtype):
         return subject
     if Ability.CAST not in subject.info.abilities:
-        raise UsageError(f"{target} computes in {subject.info.dtype} and cannot be cast to {options.dtype}")
-    return subject.cast(_dtype(options.dtype))
+        raise UsageError(f"{label} computes in {subject.info.dtype} and cannot be cast to {options.dtype}")
+    return subject.cast(torch_dtype(options.dtype))
 
 
-def _builder(target: str | None, options: LoadOptions) -> Callable[[Any], Subject]:
-    """Return what builds the subject, given the adapter; refuse what can be refused without a library."""
-    if (target is None) == (options.config is None):
-        raise UsageError("give a TARGET or --config FILE, and not both")
-    common = {
-        "dtype": _dtype(options.dtype or "float32"),
-        "attention": options.attention,
-        "device": _device(options.device),
-    }
-    trusting = {**common, "trust_remote_code": options.trust_remote_code}
-    if target is None:
-        return lambda adapter: adapter.config_model(options.config, seed=options.seed, **trusting)
-    kind, _, rest = target.partition(":")
-    path = Path(target)
-    if kind == "random":
-        return lambda adapter: adapter.random_model(rest, seed=options.seed, **common)
-    if path.is_dir():
-        return lambda adapter: adapter.load_folder(path, **trusting)
-    if path.suffix == ".gguf" and path.is_file():
-        return lambda adapter: adapter.load_gguf(path, **common)
-    if path.is_file():
-        raise UsageError(f"{target} is a file, and no .gguf: give the folder that holds the model")
-    if path.suffix != ".gguf" and _HUB_NAME.fullmatch(target):
-        return lambda adapter: adapter.load_hub(target, network=options.network, **trusting)
-    raise UsageError(
-        f"no such model: {target!r} is neither a folder, a .gguf file, org/name on the hub, random:TYPE nor "
-        "module:factory"
+def fit_options(target: str | None, options: LoadOptions) -> LoadOptions:
+    """Return options without those that the target's adapter does not take."""
+    entry, default = find_entry(target), LoadOptions()
+    taken = frozenset() if entry is None else entry.options
+    return replace(
+        options,
+        attention=options.attention if "attention" in taken else default.attention,
+        device=options.device if "device" in taken else default.device,
     )
 
 
-def pretrained_source(
-    target: str | None, dtype: str, attention: str, trust_remote_code: bool
-) -> dict[str, Any] | None:
-    """Return the arguments with which ``from_pretrained`` gives a target's model; None for a random model."""
-    if target is None or target.startswith("random:"):
-        return None
-    path = Path(target)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": target}
-    if path.is_file():
-        source = {"pretrained_model_name_or_path": str(path.resolve().parent), "gguf_file": path.name}
-    elif path.is_dir():
-        source = {"pretrained_model_name_or_path": str(path.resolve())}
-    trusting = {"trust_remote_code": True} if trust_remote_code else {}
-    return {**source, "dtype": dtype, "attn_implementation": attention, **trusting}
+def preload(targets: Iterable[str]) -> None:
+    """Import the adapters of targets, so that forked processes share them; loading says what is missing."""
+    for entry in {find_entry(target) for target in targets}:
+        if entry is not None:
+            with suppress(ImportError):
+                entry.import_adapter()
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+def torch_dtype(name: str | None) -> torch.dtype:
+    """Return a floating-point dtype by its name, float32 for None; raise `UsageError` for any other name."""
+    dtype = torch.float32 if name is None else getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UsageError(
             f"no such floating-point dtype: {name!r}; torch knows float32, bfloat16, float16, float64"
@@ -123,34 +112,21 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _device(name: str) -> str:
-    """Return the name of a device that is there; raise `UsageError` for any other."""
+def _check(label: str, options: LoadOptions, entry: AdapterEntry) -> None:
+    """Raise `UsageError` for options that are wrong whatever the target holds."""
+    torch_dtype(options.dtype)
+    if fit_options(None if options.config else label, options) != options:
+        raise UsageError(f"--attention and --device do not go with {label}, which decides both itself")
+    if "device" in entry.options:
+        _check_device(options.device)
+
+
+def _check_device(name: str) -> None:
+    """Raise `UsageError` for a device that this machine does not have."""
     accelerator = torch.accelerator.current_accelerator()
     here = ["cpu"]
     if accelerator is not None:
         here += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
     if name in here or (len(here) > 1 and accelerator is not None and name == accelerator.type):
-        return name
+        return
     raise UsageError(f"no such device: {name!r}; this machine has {', '.join(here)}")
-
-
-def _adapter(label: str) -> Any:
-    """Return the transformers adapter; raise `UsageError` where its library is missing or of another version."""
-    how = "pip install 'kvproof[transformers]'"
-    first, end = TRANSFORMERS_VERSIONS
-    try:
-        found = importlib.metadata.version("transformers")
-        if not _numbers(first) <= _numbers(found) < _numbers(end):
-            raise UsageError(
-                f"transformers {found} is installed, and kvproof knows {first} up to, not including, {end}: {how}"
-            )
-        from kvproof.subjects import _transformers as adapter
-    except ImportError as error:  # also where there is no such distribution
-        raise UsageError(f"{label} needs the transformers library: {how} ({error})") from error
-    return adapter
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: what orders releases, and counts a preview as its release."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -1,11 +1,12 @@
-"""From what names a model to a subject: safetensors or GGUF, never pickles.
+"""Loads a model of transformers as a subject, from safetensors or GGUF and never from pickles.
 
-The network is asked, and code that comes with a model is run, only where the caller says so.
+kvproof uses the network, and runs code that comes with a model, only if the caller allows it.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,31 +19,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
 from kvproof.errors import UsageError
+from kvproof.subjects._targets import LoadOptions, torch_dtype
 from kvproof.subjects._transformers.model import TransformersSubject
-from kvproof.subjects._transformers.quiet import refusing
+from kvproof.subjects._transformers.quiet import as_usage_errors
 from kvproof.subjects._transformers.tiny import randomise, tiny_model
 from kvproof.subjects._transformers.tokenizer import Tokenizer
 
-#: What is fetched from the hub; of the code that a model brings, nothing unless it is to run.
+#: What is downloaded from the hub. Code that comes with a model is added only if it is trusted.
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-#: Other forms of the same weights that stand beside them.
-_LEFT_THERE = ("*/*", "consolidated*")
+#: Other forms of the same weights in the same repository.
+_NOT_FETCHED = ("*/*", "consolidated*")
 
 _NAMES_SHOWN = 3
 
 
-def load_folder(
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    attention: str,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-    name: str | None = None,
-) -> "TransformersSubject":
-    """Load a local folder: safetensors only, no network, no code of its own unless ``trust_remote_code``.
+def load_folder(folder: Path, options: LoadOptions, *, name: str | None = None) -> "TransformersSubject":
+    """Load a local folder: safetensors only, no network, and code of its own only if it is trusted.
 
-    Raises `UsageError` naming the folder and what is wrong with it.
+    Raises `UsageError`, which names the folder and what is wrong with it.
     """
     if not (folder / "config.json").is_file():
         raise UsageError(f"{name or folder} holds no config.json: it is not a transformers model")
@@ -54,52 +48,36 @@ def load_folder(
         )
         raise UsageError(f"{name or folder} holds {kind}; kvproof reads safetensors alone")
     source = {"pretrained_model_name_or_path": folder, "local_files_only": True}
-    label = name or folder.resolve().name
-    return _load(label, source, dtype, attention, device, trust_remote_code=trust_remote_code)
+    return _load(name or folder.resolve().name, source, options)
 
 
-def load_hub(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    attention: str,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-    network: bool = False,
-) -> "TransformersSubject":
-    """Load ``org/name`` from the local hub cache; what is missing there is fetched only with ``network``.
+def load_hub(name: str, options: LoadOptions) -> "TransformersSubject":
+    """Load ``org/name`` from the local hub cache; ``options.network`` allows downloading what is missing.
 
-    Raises `UsageError` where it is not in the cache, or cannot be fetched, and as `load_folder` does.
+    Raises `UsageError` if it is not in the cache or cannot be downloaded, and as `load_folder` does.
     """
-    code = ("*.py",) if trust_remote_code else ()
+    code = ("*.py",) if options.trust_remote_code else ()
     try:
-        with refusing(f"{name} cannot be downloaded"):
+        with as_usage_errors(f"{name} cannot be downloaded"):
             folder = huggingface_hub.snapshot_download(
                 name,
-                local_files_only=not network,
+                local_files_only=not options.network,
                 allow_patterns=[*_FETCHED, *code],
-                ignore_patterns=list(_LEFT_THERE),
+                ignore_patterns=list(_NOT_FETCHED),
             )
     except UsageError as error:
-        if network:
+        if options.network:
             raise
         raise UsageError(
             f"{name} is neither a folder nor in the local hub cache; --download fetches it from the hub"
         ) from error
-    return load_folder(
-        Path(folder),
-        dtype=dtype,
-        attention=attention,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        name=name,
-    )
+    return load_folder(Path(folder), options, name=name)
 
 
-def load_gguf(file: Path, *, dtype: torch.dtype, attention: str, device: str = "cpu") -> "TransformersSubject":
-    """Load a GGUF file through the library's own loader, which undoes its quantisation; takes many seconds.
+def load_gguf(file: Path, options: LoadOptions) -> "TransformersSubject":
+    """Load a GGUF file through the library's own loader, which dequantises it; this takes many seconds.
 
-    Raises `UsageError` where a library is missing, and as `load_folder` does.
+    Raises `UsageError` if a library is missing, and as `load_folder` does.
     """
     missing = [library for library in ("gguf", "accelerate") if find_spec(library) is None]
     if missing:
@@ -111,20 +89,21 @@ def load_gguf(file: Path, *, dtype: torch.dtype, attention: str, device: str = "
     }
     read = _GgufReading()
     with read.once():
-        return _load(file.name, source, dtype, attention, device, trust_remote_code=False, reading=read.once)
+        return _load(file.name, source, replace(options, trust_remote_code=False), reading=read.once)
 
 
 class _GgufReading:
-    """One GGUF file, read once for everything that the library takes from it: each time takes seconds."""
+    """Reads a GGUF file once for all that the library needs of it, because each reading takes seconds."""
 
     def __init__(self) -> None:
         self._readers: dict[str, Any] = {}
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Let the library have the same reader, and an architecture's table of names, each time it asks.
+        """Give the library the same reader and the same table of names each time it asks.
 
-        Mapped files come as plain arrays, for a GGUF file's lists are sliced value by value, slow in a memmap.
+        A mapped file is read as a plain array: lists in a GGUF file are sliced value by value, and a memmap is
+        slow at that.
         """
         gguf, memmap = import_module("gguf"), np.memmap
         reader, names = gguf.GGUFReader, functools.cache(gguf.get_tensor_name_map)
@@ -151,83 +130,74 @@ class _GgufReading:
 def random_model(
     model_type: str, *, seed: int, dtype: torch.dtype, attention: str, device: str = "cpu"
 ) -> "TransformersSubject":
-    """Build a tiny random model of any causal type that the library knows."""
+    """Build a tiny random model of a causal type that the library knows."""
     model = tiny_model(model_type, seed=seed, attention=attention).to(device, dtype)
     return TransformersSubject(model, name=f"random:{model_type}", seed=seed)
 
 
-def config_model(
-    file: Path,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    attention: str,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-) -> "TransformersSubject":
+def config_model(file: Path, options: LoadOptions) -> "TransformersSubject":
     """Build a random model of exactly the configuration in ``file``, at the scale of `randomise`.
 
-    The same seed gives the same weights. Raises `UsageError` for a file that is not there or holds no
-    configuration of a causal model, and where the library cannot build the model.
+    The same seed gives the same weights. Raises `UsageError` if the file does not exist or holds no
+    configuration of a causal model, and if the library cannot build the model.
     """
+    trusted = options.trust_remote_code
     if not file.is_file():
         raise UsageError(f"no such configuration: {file}; give a model's config.json")
     source = {"pretrained_model_name_or_path": file, "local_files_only": True}
-    config = _causal_config(str(file), source, trust_remote_code=trust_remote_code)
-    with refusing(f"{file} cannot be built"), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    config = _causal_config(str(file), source, trust_remote_code=trusted)
+    with as_usage_errors(f"{file} cannot be built"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(options.seed)
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+            config, attn_implementation=options.attention, dtype=torch.float32, trust_remote_code=trusted
         )
         model.float().eval().requires_grad_(False)
-        randomise(model, seed)
-        model = model.to(device, dtype)
-    return TransformersSubject(model, name=f"config:{file}", seed=seed)
+        randomise(model, options.seed)
+        model = model.to(options.device, torch_dtype(options.dtype))
+    return TransformersSubject(model, name=f"config:{file}", seed=options.seed)
 
 
 def _load(
     name: str,
     source: dict[str, Any],
-    dtype: torch.dtype,
-    attention: str,
-    device: str,
+    options: LoadOptions,
     *,
-    trust_remote_code: bool,
     reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> "TransformersSubject":
-    config = _causal_config(name, source, trust_remote_code=trust_remote_code)
-    with refusing(f"{name} cannot be loaded"):
+    trusted = options.trust_remote_code
+    config = _causal_config(name, source, trust_remote_code=trusted)
+    with as_usage_errors(f"{name} cannot be loaded"):
         model, found = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
+            dtype=torch_dtype(options.dtype),
+            attn_implementation=options.attention,
+            trust_remote_code=trusted,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they come back by name and are refused below
+            ignore_mismatched_sizes=True,  # the library returns their names, and they are refused below
         )
-        # The library goes on with random values in place of these, and says so in a log.
+        # The library would continue with random values for these and only log it.
         if found["missing_keys"]:
-            raise UsageError(f"{name}: its weights lack {_listed(sorted(found['missing_keys']))}")
+            raise UsageError(f"{name}: its weights lack {_list_names(sorted(found['missing_keys']))}")
         if found["mismatched_keys"]:
             shapes = [
                 f"{key} is {tuple(there)}, not {tuple(due)}"
                 for key, there, due in sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
             ]
-            raise UsageError(f"{name}: its weights do not fit its config.json: {_listed(shapes)}")
-        model = model.to(device)
+            raise UsageError(f"{name}: its weights do not fit its config.json: {_list_names(shapes)}")
+        model = model.to(options.device)
 
     def load_tokenizer() -> Any:
         with reading():
-            return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(**source, trust_remote_code=trusted)
 
     return TransformersSubject(model, name=name, tokenizer=Tokenizer(name, load_tokenizer))
 
 
 def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool) -> Any:
-    """Return the configuration of a model that attends to the past alone; raise `UsageError` for another one."""
-    with refusing(f"{name} cannot be loaded"):
+    """Return the configuration of a causal model; raise `UsageError` for a model of another kind."""
+    with as_usage_errors(f"{name} cannot be loaded"):
         config = AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
     kind = str(config.model_type)
     brought = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -248,6 +218,6 @@ def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool
     return config
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

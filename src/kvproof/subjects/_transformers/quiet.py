@@ -30,7 +30,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def as_usage_errors(what: str) -> Iterator[None]:
     """Run the library's own code quietly; whatever it raises becomes a `UsageError` of one line.
 
     ``what`` says what failed, such as ``"model cannot be loaded"``. The library and those below it raise errors

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvproof.errors import UsageError
-from kvproof.subjects._transformers.quiet import quiet, refusing
+from kvproof.subjects._transformers.quiet import as_usage_errors, quiet
 
 
 class Tokenizer:
@@ -26,7 +26,7 @@ class Tokenizer:
         Raises `UsageError` where the tokenizer cannot be loaded, or cannot take the text.
         """
         tokenizer = self._tokenizer()
-        with refusing(f"{self._name}: its tokenizer cannot take the prompt"):
+        with as_usage_errors(f"{self._name}: its tokenizer cannot take the prompt"):
             return list(tokenizer(text).input_ids)
 
     def chats(self) -> bool:
@@ -43,7 +43,7 @@ class Tokenizer:
         """
         tokenizer = self._tokenizer()
         said = [{"role": "user", "content": text}]
-        with refusing(f"{self._name}: its chat template cannot take the prompt"):
+        with as_usage_errors(f"{self._name}: its chat template cannot take the prompt"):
             prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
             return list(tokenizer(prompt, add_special_tokens=False).input_ids)
 
@@ -93,7 +93,7 @@ class Tokenizer:
             raise self._refusal
         if self._loaded is None:
             try:
-                with refusing(f"{self._name}: its tokenizer cannot be loaded"):
+                with as_usage_errors(f"{self._name}: its tokenizer cannot be loaded"):
                     self._loaded = self._load()
             except UsageError as refusal:
                 self._refusal = refusal

@@ -1,0 +1,142 @@
+"""Decoders whose cache is a value of the caller's own: each call takes it and returns the next one."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvproof._numerics.taps import Tap, untouched
+from kvproof.errors import SubjectError
+from kvproof.scenarios import Ability
+from kvproof.subjects._base import Opening, Session, Subject
+
+#: The context length of a decoder that declares none: more positions than any audit reaches.
+NO_END = 2**31 - 1
+
+#: Each layer's tensors by name, as `Session.cache_tensors` says.
+Layers = Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOps:
+    """The operations on a cache besides feeding it. Leave one out, and its ability is not declared.
+
+    Each takes a cache and returns one: the same cache, changed, or a new one.
+    """
+
+    fork: Callable[[Any], Any] | None = copy.deepcopy  #: a copy that shares no mutable state
+    crop: Callable[[Any, int], Any] | None = None  #: keep the first N tokens
+    reorder: Callable[[Any, Sequence[int]], Any] | None = None  #: new row i is old row ``rows[i]``
+    show: Callable[[Any], Layers] | None = None  #: the cache's tensors, by layer and name
+    put: Callable[[Any, Layers], Any] | None = None  #: the cache with these tensors in place of its own
+
+    def abilities(self) -> Iterator[Ability]:
+        """Yield the abilities that the given operations provide."""
+        ops = {
+            Ability.FORK: self.fork,
+            Ability.CROP: self.crop,
+            Ability.REORDER: self.reorder,
+            Ability.INSPECT: self.show,
+            Ability.EDIT: self.show and self.put,
+        }
+        yield from (ability for ability, operation in ops.items() if operation is not None)
+
+
+class CacheValueSubject(Subject):
+    """A decoder whose cache is a value that the caller's code makes, takes and returns."""
+
+    ops: CacheOps
+
+    @property
+    def seed(self) -> int | None:
+        """None: kvproof did not build the decoder."""
+        return None
+
+    def token(self, token_id: int) -> str:
+        """Return the id as text."""
+        return str(token_id)
+
+    def _session(self, opening: Opening) -> "CacheValueSession":
+        return CacheValueSession(self, [[] for _ in range(opening.batch)], self.start(), opening.tap)
+
+    def start(self) -> Any:
+        """Return an empty cache."""
+        return None
+
+    @abstractmethod
+    def step(
+        self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
+    ) -> tuple[Tensor, Any]:
+        """Feed new tokens after old ones; return the logits (batch, new, vocab) that follow, and the cache."""
+
+
+class CacheValueSession(Session):
+    """One cache. A call that raises may leave it half-changed, so it is rebuilt from the tokens so far."""
+
+    def __init__(self, subject: CacheValueSubject, ids: Sequence[Sequence[int]], cache: Any, tap: Tap) -> None:
+        super().__init__(subject, ids)
+        self.decoder = subject
+        self.cache = cache
+        self.tap = tap
+
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Tensor:
+        try:
+            logits, self.cache = self.decoder.step(self._ids, ids, self.cache, self.tap)
+        except BaseException:
+            self.cache = self.decoder.start()
+            if start:
+                _, self.cache = self.decoder.step([[] for _ in ids], self._ids, self.cache, untouched)
+            raise
+        return logits
+
+    def _crop(self, length: int) -> None:
+        assert self.decoder.ops.crop is not None
+        self.cache = self.decoder.ops.crop(self.cache, length) if length else self.decoder.start()
+
+    def _reorder(self, rows: Sequence[int]) -> None:
+        assert self.decoder.ops.reorder is not None
+        self.cache = self.decoder.ops.reorder(self.cache, tuple(rows))
+
+    def _fork(self, tap: Tap) -> "CacheValueSession":
+        assert self.decoder.ops.fork is not None
+        return CacheValueSession(self.decoder, self.ids, self.decoder.ops.fork(self.cache), tap)
+
+    def _reset(self) -> None:
+        self.cache = self.decoder.start()
+
+    def _cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
+        assert self.decoder.ops.show is not None
+        return tuple(self.decoder.ops.show(self.cache))
+
+    def _put_tensors(self, layers: Layers) -> None:
+        assert self.decoder.ops.put is not None
+        self.cache = self.decoder.ops.put(self.cache, layers)
+
+
+def as_tensor(value: Any, what: str) -> Tensor:
+    """Return an array as a tensor: a torch tensor, a NumPy array or anything that supports DLPack.
+
+    Raises `SubjectError` for anything else, and for values that are not floating-point numbers.
+    """
+    tensor = _convert(value, what).detach()
+    if not tensor.is_floating_point():
+        raise SubjectError(f"{what} hold {tensor.dtype}, not floating-point numbers")
+    return tensor
+
+
+def _convert(value: Any, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        raise SubjectError(
+            f"{what} are a {type(value).__name__}: give a torch tensor, a NumPy array or one that supports DLPack"
+        )
+    try:
+        return torch.utils.dlpack.from_dlpack(value)
+    except BufferError:  # DLPack does not export a read-only array, so copy it
+        return torch.from_numpy(np.array(value))
