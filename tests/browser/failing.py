@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvproof._numerics.taps import Tap
-from kvproof.faults import as_planting, wrong_layer
+from kvproof.faults import wrong_layer
 from kvproof.subjects import ReferenceSubject
 from kvproof.subjects._base import Opening
 
@@ -12,7 +12,7 @@ class Failing(ReferenceSubject):
     """The reference decoder, whose sessions let layer 1 read layer 0's cache."""
 
     def _session(self, opening: Opening):
-        broken = as_planting(wrong_layer().plant())()
+        broken = wrong_layer().plant()()
         return super()._session(replace(opening, tap=both(broken, opening.tap)))
 
     def _cast(self, dtype):

@@ -192,7 +192,7 @@ def test_a_fault_is_planted_in_what_can_be_run(healthy: ReferenceSubject, other:
 
 
 def test_a_fault_is_not_caught_by_advice_that_diverges_anyway(broken: NoWarmBlocks):
-    nothing = dataclasses.replace(faults.wrong_position(), plant=lambda: lambda: lambda site, value: value)
+    nothing = dataclasses.replace(faults.wrong_position(), make=lambda place: faults.Planting())
     report = audit(broken, [STEPS, ADVICE], faults=[nothing])
     (result,) = report.faults
     assert not result.caught

@@ -15,7 +15,7 @@ from kvproof._numerics.taps import Recorder
 from kvproof.contract.results import Divergence
 from kvproof.contract.stages import LIKELY_CONTRACT, WRONG_DTYPE, WRONG_SLOT, Site, Stage
 from kvproof.errors import SubjectError
-from kvproof.faults import Fault
+from kvproof.faults import Fault, Planting
 from kvproof.scenarios import Ability, CacheKind, Extend, Scenario, chunked, on_cache, token_by_token
 from kvproof.subjects._transformers import TransformersSubject, random_model
 
@@ -58,7 +58,9 @@ def changing(site: Site, change: Callable[[Tensor], None], *, call: int) -> Faul
 
         return tap
 
-    return Fault(name="changed", breaks=str(site), first_stage=site.stage, plant=lambda: plant)
+    return Fault(
+        name="changed", breaks=str(site), stages=frozenset({site.stage}), make=lambda place: Planting(plant)
+    )
 
 
 class Tampered(TransformersSubject):

@@ -28,7 +28,7 @@ from kvproof._engine.uncached_rows import Uncached
 from kvproof._numerics.tolerances import ROUNDING_FACTOR, structural_limit
 from kvproof._numerics.top_k import Choice, Choices
 from kvproof.contract.results import RowResult, Verdict
-from kvproof.faults import Fault, no_fault
+from kvproof.faults import Fault, plant
 from kvproof.scenarios import Generate, Scenario
 
 
@@ -127,8 +127,7 @@ class _Alike:
         return logits, flips
 
     def _calls(self, forced: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[Call, list[Choice]]]:
-        planting = self.fault.plant() if self.fault else no_fault
-        calls = run_program(self.uncached.declared.subject, self.program, planting)
+        calls = run_program(self.uncached.declared.subject, self.program, plant(self.fault))
         for number in range(len(self.program.operations)):
             choices = Choices(forced[number] if number < len(forced) else ())
             with choices:

@@ -48,7 +48,7 @@ from kvproof.contract.stages import (
     Site,
     Stage,
 )
-from kvproof.faults import Fault, MakeTap, as_planting, no_fault
+from kvproof.faults import Fault, Planting, choose_place, plant
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Session, Subject
 
@@ -79,11 +79,12 @@ def localise(
 ) -> Localisation:
     """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
 
-    ``fault`` is planted in the cached path alone. ``until`` holds the ids of a row that is known to be wrong:
-    the program then runs until a mismatch is found, rather than to its end. ``one_pass`` takes the uncached
-    values of every prefix from one run over the longest sequence, which is right only for a causal subject.
-    ``top`` is the subject in float64, where the caller has it already; else the subject is cast. ``confirmed``
-    runs the program again with uncached values in the wrong one's place, to tell a cause from what carries it on.
+    ``fault`` is planted in the cached path alone, where it is pinned or in the first place that ``subject``
+    offers. ``until`` holds the ids of a row that is known to be wrong: the program then runs until a mismatch is
+    found, rather than to its end. ``one_pass`` takes the uncached values of every prefix from one run over the
+    longest sequence, which is right only for a causal subject. ``top`` is the subject in float64, where the
+    caller has it already; else the subject is cast. ``confirmed`` runs the program again with uncached values in
+    the wrong one's place, to tell a cause from what carries it on.
 
     ``rung="declared"`` compares in the subject's own dtype and names the first value whose cached error, against
     float64, outgrows the uncached path's. That, and what is found in a subject that cannot be cast, is where to
@@ -91,6 +92,7 @@ def localise(
     dtype that cannot be cast.
     """
     subject.require(Ability.TAP)
+    fault = None if fault is None else choose_place(fault, subject, [scenario])
     if top is None:
         top = subject.cast(TOP_RUNG) if rung == "declared" or Ability.CAST in subject.info.abilities else subject
     runs, truth = (
@@ -125,7 +127,7 @@ class _Search:
         self.until = until
         self.num_values = 0
         self.logits_differ = until is not None
-        self._make_fault = fault.plant if fault else lambda: no_fault
+        self.fault = fault
         self._script = Script(judge.runs)
         self._newest = 0  #: the call in which a mismatch was found last: before it there is none
         self._last: int | None = None  #: the call that holds the row known to be wrong
@@ -183,7 +185,7 @@ class _Search:
         """Run the program on the cached path and yield each call's number, rows, and every value it computed."""
         runs, is_first = self.judge.runs, not causes
         put_at = {site for cause in causes for site in cause.put_at}
-        planting = as_planting(self._make_fault()).under(self._script.wrapper(put_at))
+        planting = plant(self.fault).under(self._script.wrapper(put_at))
         for number, call in enumerate(run_program(runs.subject, self.scenario, planting)):
             assert isinstance(call.tap, ScriptedTap)
             trace = call.tap.take()
@@ -204,10 +206,10 @@ class _Search:
 
 
 def traced_calls(
-    subject: Subject, scenario: Scenario, make_fault: MakeTap, prompted: Session | None = None
+    subject: Subject, scenario: Scenario, planting: Planting, prompted: Session | None = None
 ) -> Iterator[tuple[tuple[Row, ...], Trace]]:
     """Run the program on the cached path and yield each call's rows and every value it computed."""
-    for call in run_program(subject, scenario, as_planting(make_fault).under(Recorder), prompted=prompted):
+    for call in run_program(subject, scenario, planting.under(Recorder), prompted=prompted):
         assert isinstance(call.tap, Recorder)
         yield call.rows, call.tap.take()
 

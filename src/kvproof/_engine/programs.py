@@ -10,7 +10,7 @@ from torch import Tensor
 from kvproof._numerics.taps import Tap
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import ContextError, SubjectError
-from kvproof.faults import MakeTap, as_planting, no_fault
+from kvproof.faults import Planting
 from kvproof.scenarios import (
     Claim,
     Crop,
@@ -67,20 +67,20 @@ class Coverage:
 def run_program(
     subject: Subject,
     scenario: Scenario,
-    make_tap: MakeTap = no_fault,
+    planting: Planting | None = None,
     coverage: Coverage | None = None,
     *,
     prompted: Session | None = None,
 ) -> Iterator[Call]:
     """Run a scenario's operations in order and yield each `Extend`, and each forward of a `Generate`, as a call.
 
-    Every session gets a tap of its own from ``make_tap``, and so does every forward of a `Generate`. A `Planting`
-    carries out the other operations too, and may act between calls. What the
-    session refuses or the decoder raises comes through. ``coverage`` is filled on the way. ``prompted`` is a
-    session that has run the first operation, an `Extend`: the program goes on from a fork of it.
+    ``planting`` makes a tap for every session and for every forward of a `Generate`, carries out the other
+    operations, and may act between calls. None plants nothing. What the session refuses or the decoder raises
+    comes through. ``coverage`` is filled on the way. ``prompted`` is a session that has run the first operation,
+    an `Extend`: the program continues from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
-    for call in _Run(subject, scenario, make_tap, coverage).calls(prompted):
+    for call in _Run(subject, scenario, Planting() if planting is None else planting, coverage).calls(prompted):
         coverage.lengths.update(len(row.prefix) for row in call.rows)
         coverage.made["row"] += len(call.rows)
         yield call
@@ -108,10 +108,10 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
 class _Run:
     """The sessions of one run of a scenario, with the tap of each."""
 
-    def __init__(self, subject: Subject, scenario: Scenario, make_tap: MakeTap, coverage: Coverage) -> None:
+    def __init__(self, subject: Subject, scenario: Scenario, planting: Planting, coverage: Coverage) -> None:
         self.subject = subject
         self.scenario = scenario
-        self.planting = as_planting(make_tap)
+        self.planting = planting
         self.counts = coverage.counts
         self.made = coverage.made
         self.sessions: list[tuple[Session, Tap]] = []

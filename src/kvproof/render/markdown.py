@@ -37,7 +37,7 @@ def _lines(report: Report) -> Iterator[str]:
             yield ""
     certificate = report.certificate
     if certificate is not None:
-        caught = sum(mutant.outcome.value == "caught" for mutant in certificate.mutants)
+        caught = sum(result.caught for result in certificate.mutants)
         yield f"Certificate: {caught} of {len(certificate.mutants)} planted faults changed a row and were caught."
 
 
