@@ -7,17 +7,25 @@ SOURCES := pyproject.toml constraints.txt
 # Where this forbids it, each of the tests' many processes would compile the package's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: milestone test coverage test-transformers test-package bench bench-certificate bench-memory bench-generate bench-field schemas docs chromium clean
+.PHONY: milestone check test lint test-processors coverage test-transformers test-package bench bench-certificate bench-memory bench-generate bench-field schemas docs chromium clean
 
 milestone: .venv/core.stamp  ## run the reference system end to end
 	@$(BIN)/kvproof milestone
 
-test: .venv/dev.stamp chromium  ## everything that CI runs
+check: lint  ## what is quick: style, types, layers, and the tests of units, of the structure and of what is printed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden tests/architecture
+
+test: lint chromium  ## everything that CI runs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --durations=25
+
+lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --durations=25
+
+test-processors: .venv/dev.stamp  ## what computes, rounded as other processors would; takes the better part of an hour
+	$(BIN)/python tools/processors.py
 
 coverage: .venv/dev.stamp  ## the same tests, and the lines that none of them reaches; takes a quarter longer
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=

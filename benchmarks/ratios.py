@@ -114,7 +114,7 @@ def main() -> int:
         Rung(subject).one_pass(tuple(ids), len(ids))
 
     def reference_part() -> None:
-        Uncached(subject, "one-pass", top_rung=False).know([tuple(ids)])
+        Uncached(subject, "one-pass", top_rung=False).measure([tuple(ids)])
 
     in_float64 = subject.cast(torch.float64)
 

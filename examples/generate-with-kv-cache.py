@@ -30,7 +30,7 @@ for row in report.scenarios[0].rows:
 assert report.verdict is kvproof.Verdict.MATCH
 for fault in report.faults:
     print(f"{fault.name}: gap {fault.largest_gap:.3g}; {fault.divergence.sentence}")
-    print(f"    likely contract: {fault.divergence.contract}")
+    print(f"    likely cause: {fault.divergence.contract}")
     assert fault.caught
     assert fault.right_stage
 

@@ -5,6 +5,7 @@ The vocabulary's first token is one that a renderer might take for its own marku
 
 import dataclasses
 import math
+from typing import Any
 
 from kvproof.contract.environment import Environment
 from kvproof.contract.ledger import End, Entry, Header, MarginVerdict, Run, Source, Step, StopReason
@@ -17,12 +18,16 @@ from kvproof.contract.milestone import (
     Refusal,
     RunPair,
 )
-from kvproof.contract.report import AuditRequest, Report
+from kvproof.contract.report import VERSION, AuditRequest, Report
 from kvproof.contract.results import (
     Certificate,
+    ChoiceEvidence,
+    ChoiceFlip,
     Constant,
     ConsumedToken,
     Divergence,
+    Evidence,
+    ExactEvidence,
     FaultResult,
     FourWays,
     KeptSlot,
@@ -75,20 +80,27 @@ DIVERGENCE = Divergence(
 )
 
 
+CHOICES = ChoiceEvidence(
+    gap=1e-6,
+    uncached_error=1e-6,
+    cached_error=1e-6,
+    sampled_error=None,
+    flip=ChoiceFlip(position=1, number=0, taken=2, rejected=1, margin=1e-7, error=1e-7),
+)
+
+
 def row(tokens: str, ids: tuple[int, ...], verdict: Verdict, gap: float) -> RowResult:
     return RowResult(
         ids=ids,
         tokens=tokens,
-        gap=gap,
+        evidence=Evidence(
+            gap=gap,
+            allowed=1e-5,
+            noise=2e-6,
+            scale=4.0,
+            exact=ExactEvidence(gap=1e-15, noise=0.0, scale=4.0, uncached_error=1e-6, cached_error=2e-6),
+        ),
         worst_id=2,
-        allowed=1e-5,
-        noise=2e-6,
-        scale=4.0,
-        top_gap=1e-15,
-        top_noise=0.0,
-        uncached_error=1e-6,
-        cached_error=2e-6,
-        sampled_error=None,
         margin=5.5,
         margin_verdict=MarginVerdict.SAFE,
         verdict=verdict,
@@ -219,12 +231,22 @@ MILESTONE = Milestone(
     ),
     notes=("A note.",),
 )
+
+
+def planted(name: str, **members: Any) -> FaultResult:
+    """Return what came of a fault in the certificate."""
+    in_audit = ("verdict", "largest_gap", "tolerance", "num_rows_beyond", "margin", "divergence")
+    return FaultResult(
+        name=name, breaks="a contract", expected_stages=(Stage.CACHE_K,), **members, **dict.fromkeys(in_audit)
+    )
+
+
 CERTIFICATE = Certificate(
     dtype="float64",
     sequence=(0, 1, 2, 3),
-    mutants=(
-        FaultResult(
-            name="stale-slot",
+    faults=(
+        planted(
+            "stale-slot",
             layer=1,
             position=2,
             outcome=Outcome.CAUGHT,
@@ -233,8 +255,8 @@ CERTIFICATE = Certificate(
             gap=0.5,
             reason=None,
         ),
-        FaultResult(
-            name="missing-append",
+        planted(
+            "missing-append",
             layer=None,
             position=2,
             outcome=Outcome.RAISED,
@@ -243,8 +265,8 @@ CERTIFICATE = Certificate(
             gap=0.0,
             reason="layer 0 holds 1 entries where 2 tokens were consumed",
         ),
-        FaultResult(
-            name="heads-out-of-order",
+        planted(
+            "heads-out-of-order",
             layer=1,
             position=2,
             outcome=Outcome.HIDDEN,
@@ -306,7 +328,8 @@ SPREAD = Spread(
 )
 
 REPORT = Report(
-    schema_version=1,
+    schema_version=VERSION.major,
+    schema_minor=VERSION.minor,
     verdict=Verdict.ROUNDING,
     summary="The gate fails: 1 of 2 lines do not hold.",
     environment=ENVIRONMENT,
@@ -361,10 +384,7 @@ REPORT = Report(
             rows=(
                 dataclasses.replace(
                     row("A", (2,), Verdict.MATCH, 1e-6),
-                    top_gap=None,
-                    top_noise=None,
-                    uncached_error=None,
-                    cached_error=None,
+                    evidence=Evidence(gap=1e-6, allowed=1e-5, noise=2e-6, scale=4.0, exact=None, choices=CHOICES),
                     expected=None,
                 ),
             ),

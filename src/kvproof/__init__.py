@@ -58,7 +58,7 @@ _HOME = {
     "milestone": "kvproof._reference_system.milestone",
     "replay": "kvproof._generation.replay",
 }
-_SUBMODULES = ("conformance", "faults", "policies", "reference", "scenarios", "subjects")
+_SUBMODULES = ("conformance", "contract", "errors", "faults", "policies", "reference", "scenarios", "subjects")
 
 __all__ = [
     *_HOME,

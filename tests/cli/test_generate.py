@@ -112,7 +112,16 @@ def test_a_record_of_version_1_replays(ledgers: dict[str, str], replayed):
 
 def as_version_1(line: dict) -> dict:
     new = {
-        "header": ["source", "tokenizer_digest", "transformers", "margins", "full_logits", "prompt_text", "chat"],
+        "header": [
+            "ledger_minor",
+            "source",
+            "tokenizer_digest",
+            "transformers",
+            "margins",
+            "full_logits",
+            "prompt_text",
+            "chat",
+        ],
         "step": ["num_kept", "probabilities_digest"],
         "end": ["text"],
     }
@@ -292,7 +301,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, small_files: in
     file = tmp_path / "ledger.jsonl"
     outcome, lines = generated(TINY, "--ids", "5", to=file)
     assert outcome.status == 73
-    assert outcome.err.endswith(f"cannot write {file}: File too large; what it holds is whole\n")
+    assert outcome.err.endswith(f"cannot write {file}: File too large; the lines that it holds are complete\n")
     assert 1 < len(lines) < 120
     assert file.stat().st_size <= small_files
     assert parse_ledger(file.read_text("utf-8"), "it").damage is not None
@@ -634,7 +643,7 @@ def test_a_truncated_edited_or_newer_ledger_is_told(with_rows: Path, tmp_path: P
     assert outcome.status == 1
     assert "line 8 is cut off" in outcome.err
     file.write_text(text_of(edited(text, 1, ("ledger_version",), 3)), "utf-8")
-    assert run("replay", file).refused("ledger version 3; this kvproof reads 1 to 2")
+    assert run("replay", file).refused("ledger version 3, written by a newer kvproof; this one reads 1 to 2")
 
 
 # --- from Python ---

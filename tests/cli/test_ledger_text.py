@@ -47,7 +47,7 @@ def test_a_value_beyond_reason_is_refused_by_file_and_line(
     ("line", "member"), [(1, "dtype"), (4, "margin"), (4, "chosen"), (6, "stop_reason"), (4, "kind")]
 )
 @pytest.mark.parametrize("other", ["null", "1", "the same"])
-def test_a_member_that_stands_twice_is_refused_by_name(
+def test_a_duplicate_key_is_refused_by_name(
     other: str, line: int, member: str, ledgers: dict[str, str], scratch: Path, replayed
 ):
     """The last of the two was read and the first one ignored, so two readers could see two records."""
@@ -55,7 +55,7 @@ def test_a_member_that_stands_twice_is_refused_by_name(
     value = json.dumps(json.loads(lines[line - 1])[member]) if other == "the same" else other
     lines[line - 1] = f'{{"{member}": {value}, {lines[line - 1][1:]}'
     outcome = replayed("".join(f"{line}\n" for line in lines))
-    assert outcome.refused(f"{scratch} line {line}: ", f"member '{member}' stands twice"), outcome
+    assert outcome.refused(f"{scratch} line {line}: ", f"duplicate key '{member}'"), outcome
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_escape_codes_in_the_name_of_a_wrong_probability_are_shown_and_not_obeye
 @pytest.mark.parametrize(
     ("line", "change", "problem"),
     [
-        (1, {HOSTILE: 1}, f"line 1: $ has unknown member '{ESCAPED}'"),
-        (4, {HOSTILE: 1}, f"line 4: $ has unknown member '{ESCAPED}'"),
+        (1, {HOSTILE: 1}, f"line 1: $ has unknown key '{ESCAPED}'"),
+        (4, {HOSTILE: 1}, f"line 4: $ has unknown key '{ESCAPED}'"),
         (4, {"kind": HOSTILE}, f"line 4 is neither a step nor an end: its kind is '{ESCAPED}'"),
         (1, {"ledger_version": HOSTILE}, f"has ledger version '{ESCAPED}'"),
         (1, {"path": HOSTILE}, "line 1: $.path must be one of ('cached', 'uncached'), not"),

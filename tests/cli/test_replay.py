@@ -370,8 +370,10 @@ def test_an_edited_member_of_the_end_is_found_and_named(
     assert found(outcome, last, member), outcome
 
 
+#: The version has tests of its own, and its minor number may be missing.
+UNCHECKED = ("kind", "ledger_version", "ledger_minor")
 MEMBERS = [
-    *((1, field.name) for field in dataclasses.fields(Header) if field.name not in ("kind", "ledger_version")),
+    *((1, field.name) for field in dataclasses.fields(Header) if field.name not in UNCHECKED),
     *((3, field.name) for field in dataclasses.fields(Step) if field.name != "kind"),
     *((6, field.name) for field in dataclasses.fields(End) if field.name != "kind"),
 ]
@@ -385,9 +387,9 @@ def test_a_missing_misspelt_or_mistyped_member_is_refused_by_name(
     del missing[line - 1][member]
     misspelt[line - 1][f"{member}_"] = misspelt[line - 1].pop(member)
     outcome = replayed(missing)
-    assert outcome.refused(f"line {line}", f"lacks member '{member}'"), outcome
+    assert outcome.refused(f"line {line}", f"is missing key '{member}'"), outcome
     outcome = replayed(misspelt)
-    assert outcome.refused(f"line {line}", f"unknown member '{member}_'"), outcome
+    assert outcome.refused(f"line {line}", f"unknown key '{member}_'"), outcome
     outcome = replayed(edited(ledgers["seeded"], line, (member,), {"of": "another type"}))
     assert outcome.refused(f"line {line}", f"$.{member}"), outcome
 
@@ -449,8 +451,8 @@ def test_a_record_without_a_step_is_found(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ([1, 0, 2, 3, 4, 5], ["line 1 is not a kvproof ledger's header"]),
-        ([1, 2, 3, 4, 5], ["line 1 is not a kvproof ledger's header"]),
+        ([1, 0, 2, 3, 4, 5], ["line 1 is not the header of a kvproof ledger"]),
+        ([1, 2, 3, 4, 5], ["line 1 is not the header of a kvproof ledger"]),
         ([0, 0, 1, 2, 3, 4, 5], ["line 2 is neither a step nor an end", "'header'"]),
         ([0, 1, 2, 3, 5, 4], ["line 6", "after the end"]),
         ([0, 1, 2, 3, 4, 5, 5], ["line 7", "after the end"]),
@@ -492,14 +494,14 @@ def test_a_cut_off_record_with_a_wrong_line_before_the_cut_tells_both(ledgers: d
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ["holds no complete line"]),
+        (b"", ["has no complete line"]),
         (b"\n", ["line 1: not JSON: ", "line 1 column 1"]),
-        (b"{", ["holds no complete line"]),
+        (b"{", ["has no complete line"]),
         (b"an ordinary text\n", ["line 1: not JSON: ", "line 1 column 1"]),
-        (b"[1, 2]\n", ["line 1 is not a kvproof ledger's header"]),
-        (b"null\n", ["line 1 is not a kvproof ledger's header"]),
+        (b"[1, 2]\n", ["line 1 is not the header of a kvproof ledger"]),
+        (b"null\n", ["line 1 is not the header of a kvproof ledger"]),
         (b'{"kind": "header"}\n', ["ledger version None"]),
-        (b'{"kind": "header", "ledger_version": 1}\n', ["line 1", "lacks member"]),
+        (b'{"kind": "header", "ledger_version": 1}\n', ["line 1", "is missing key"]),
         (b"\0\0\0\0\n", ["line 1: not JSON: ", "line 1 column 1"]),
         (b"\x89PNG\r\n\x1a\n\xff\xfe\n", ["cannot read"]),
         (b"\xef\xbb\xbf{}\n", ["line 1: not JSON: ", "BOM"]),

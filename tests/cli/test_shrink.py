@@ -93,9 +93,13 @@ def test_a_file_that_cannot_be_written_is_no_result(tmp_path: Path, monkeypatch:
 
 MATCHED = dataclasses.replace(REPORT, request=REQUEST)
 REFUSED: dict[str, tuple[str | Report, tuple[str, ...], tuple[str, ...]]] = {
-    "not a report": ("[]", (), ("report.json has schema version None",)),
+    "not a report": ("[]", (), ("report.json is not a report",)),
     "not JSON": ("{", (), ("report.json: not JSON",)),
-    "a later schema": ('{"schema_version": 9}', (), ("schema version 9; this kvproof reads 1",)),
+    "a later schema": (
+        '{"schema_version": 9}',
+        (),
+        ("schema version 9, written by a newer kvproof",),
+    ),
     "no request": (
         dataclasses.replace(diverged("fork"), request=None),
         (),

@@ -70,7 +70,7 @@ def main(names: list[str]) -> None:
         subject = random_model(name, seed=0, dtype=torch.float32, attention="eager")
         first, second = random_sequences(subject, 16, 0)
         auditor = Auditor(subject)
-        auditor.uncached.know([first, second])
+        auditor.uncached.measure([first, second])
         certifier = Certifier(auditor.uncached, auditor.tolerance, first, second)
         certificate = certifier.certificate()
         found[name] = {

@@ -95,7 +95,7 @@ def test_a_leak_that_begins_after_the_proof_is_laid_to_the_uncached_path():
     assert report.verdict is Verdict.DIVERGED
     assert result.four_ways is not None
     assert result.four_ways.suspect == "one-pass"
-    assert "the suspect is the uncached path" in result.four_ways.sentence
+    assert "the uncached path is the suspect" in result.four_ways.sentence
 
 
 def test_a_healthy_subject_is_shown_to_be_causal_before_the_scenarios_run():

@@ -9,9 +9,12 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
+from kvproof._engine.calls import Token
+from kvproof._engine.expert_ties import _clearest, _flips, _Pair
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._numerics.taps import Tap
-from kvproof.contract.results import RowResult, ScenarioResult
+from kvproof._numerics.top_k import Choice
+from kvproof.contract.results import ChoiceFlip, RowResult, ScenarioResult
 from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import Scenario, batch_of, chunked, token_by_token
@@ -184,8 +187,8 @@ def test_a_bug_beside_a_near_tie_is_not_excused_by_it(nudge: float, number: int)
     (tied,) = (row for row in result.rows if len(row.ids) == TIED + 1)
     assert tied.verdict is Verdict.DIVERGED
     uncached = Uncached(subject, "one-pass")
-    uncached.know([IDS])
-    free, alike = (uncached.sampled_error(tied.ids, as_chosen=as_chosen) for as_chosen in (False, True))
+    uncached.measure([IDS])
+    free, alike = (uncached.sampled_error(tied.ids, with_choices=with_choices) for with_choices in (False, True))
     assert tied.cached_error is not None
     assert 4 * free > tied.cached_error
     assert alike < free / 1000
@@ -197,9 +200,9 @@ def test_a_bug_is_not_excused_by_a_choice_that_the_uncached_path_makes_otherwise
     seed = seeds(turned=True)[number]
     subject = with_experts(seed, NEAR, low=True)
     uncached = Uncached(subject, "one-pass")
-    uncached.know([IDS])
+    uncached.measure([IDS])
     assert uncached.error(TIED + 1) > 0.5
-    assert uncached.error_as_chosen(IDS) < 1e-4
+    assert uncached.error_with_choices(IDS) < 1e-4
     result = audited(subject, token_by_token(IDS))
     verdicts = {row.verdict for row in result.rows if len(row.ids) > TIED}
     assert verdicts == {Verdict.DIVERGED}
@@ -265,3 +268,30 @@ def test_blocks_of_keys_are_no_experts(program: Scenario, number: int, block_len
     assert result.reason is None
     assert result.verdict is Verdict.ROUNDING
     assert flipped(result)
+
+
+@pytest.mark.parametrize(("margins", "shown"), [((5e-3, 5.9e-3), 0), ((5.9e-3, 5e-3), 0), ((5e-3, 7e-3), 1)])
+def test_of_flips_as_wide_but_for_rounding_the_earliest_is_shown(margins: tuple[float, ...], shown: int):
+    """The last digit of a score chose which of them a reason named."""
+    flips = [
+        ChoiceFlip(position=TIED, number=number, taken=1, rejected=0, margin=margin, error=1e-3)
+        for number, margin in enumerate(margins)
+    ]
+    assert _clearest(flips) is flips[shown]
+
+
+@pytest.mark.parametrize(
+    ("scores", "rejected", "taken"),
+    [((0.9, 0.9004, 0.3, 0.3004), 0, 2), ((0.9004, 0.9, 0.3004, 0.3), 0, 2), ((0.9, 0.95, 0.3, 0.25), 1, 3)],
+)
+def test_of_experts_as_far_apart_but_for_rounding_the_lowest_are_named(
+    scores: tuple[float, ...], rejected: int, taken: int
+):
+    chosen = torch.tensor([[1, 0]])
+    other = Choice(scores=torch.tensor([scores]), taken=chosen, own=chosen, error=1e-3)
+    token = Token(prefix=IDS, batch_row=0, offset=0, is_last=True)
+    (found,) = _flips(_Pair(token, 0, slice(0, 1), other, slice(0, 1)), torch.tensor([[3, 2]]))
+    assert (found.flip.rejected, found.flip.taken) == (rejected, taken)
+    assert found.flip.margin == pytest.approx(max(scores) - min(scores), abs=1e-6), (
+        "the verdict hangs on the largest"
+    )

@@ -2,15 +2,16 @@
 
 import dataclasses
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Verdict, audit
-from kvproof._engine.verdict_rules import Evidence, judge
+from kvproof._engine.verdict_rules import judge, needs_sampling
 from kvproof._numerics.taps import Tap
+from kvproof.contract.results import Evidence, ExactEvidence
 from kvproof.contract.stages import Site, Stage
 from kvproof.reference import Checkpoint, DecoderConfig
 from kvproof.scenarios import chunked, token_by_token
@@ -81,38 +82,36 @@ def test_a_healthy_decoder_whose_norms_go_over_two_values_raises_no_alarm(
     assert report.verdict.passes, report.summary
 
 
-EXPLAINED = Evidence(
-    gap=1.0,
-    allowed=1e-6,
-    noise=1e-6,
-    top_gap=1e-14,
-    top_noise=1e-14,
-    top_scale=1.0,
-    uncached_error=1e-6,
-    cached_error=3e-5,
-)
+EXACT = ExactEvidence(gap=1e-14, noise=1e-14, scale=1.0, uncached_error=1e-6, cached_error=3e-5)
+
+
+def exact(**changes: float) -> ExactEvidence:
+    return dataclasses.replace(EXACT, **changes)
+
+
+EXPLAINED = Evidence(gap=1.0, allowed=1e-6, noise=1e-6, scale=1.0, exact=EXACT)
 
 
 @pytest.mark.parametrize(("sampled", "verdict"), [(1e-5, Verdict.ROUNDING), (5e-6, Verdict.DIVERGED)])
 def test_a_sampled_error_excuses_up_to_four_times_itself(sampled: float, verdict: Verdict):
-    assert EXPLAINED.hangs_on_sampling
+    assert needs_sampling(EXPLAINED)
     assert judge(dataclasses.replace(EXPLAINED, sampled_error=sampled))[0] is verdict
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"gap": 1e-7, "cached_error": 1e-7}, id="a match"),
-        pytest.param({"cached_error": 4e-6}, id="rounding already"),
-        pytest.param({"top_gap": 1e-6}, id="a bug that float64 shows"),
+        pytest.param({"gap": 1e-7, "exact": exact(cached_error=1e-7)}, id="a match"),
+        pytest.param({"exact": exact(cached_error=4e-6)}, id="rounding already"),
+        pytest.param({"exact": exact(gap=1e-6)}, id="a bug that float64 shows"),
         pytest.param({"gap": float("inf")}, id="a value that is not finite"),
         pytest.param({"gap": float("nan")}, id="no evidence"),
-        pytest.param({"top_noise": 1e-3}, id="no reference"),
-        pytest.param({"top_gap": None, "top_noise": None, "top_scale": None}, id="no float64"),
+        pytest.param({"exact": exact(noise=1e-3)}, id="no reference"),
+        pytest.param({"exact": None}, id="no float64"),
     ],
 )
-def test_samples_are_taken_only_where_they_can_decide(changes: dict[str, float | None]):
-    assert not dataclasses.replace(EXPLAINED, **changes).hangs_on_sampling
+def test_samples_are_taken_only_where_they_can_decide(changes: dict[str, Any]):
+    assert not needs_sampling(dataclasses.replace(EXPLAINED, **changes))
 
 
 class LowInTheCache(ReferenceSubject):
@@ -158,4 +157,4 @@ def test_a_matrix_product_held_in_bfloat16_in_the_cached_path_alone_still_diverg
     assert (result.divergence.stage, result.divergence.layer) == (stage, 0)
     assert result.four_ways is not None
     assert result.four_ways.suspect is None
-    assert "in float64 all ways give this row the same" in result.four_ways.sentence
+    assert "in float64 all ways of computing this row agree" in result.four_ways.sentence

@@ -141,7 +141,8 @@ def test_a_fault_that_changes_nothing_is_not_counted_as_caught(subject: Referenc
 
 def test_a_row_just_beyond_its_tolerance_does_not_match(subject: ReferenceSubject):
     clean: Report = audit(subject, ALL, tolerance=TOLERANCE)
-    largest = clean.scenarios[0].largest_gap
+    steps = next(scenario for scenario in clean.scenarios if scenario.name == "token-by-token")
+    largest = max(scenario.largest_gap for scenario in (steps, *clean.scenarios))
     for absolute, expected in ((largest, Verdict.MATCH), (largest * (1 - 1e-9), Verdict.ROUNDING)):
         tolerance = Tolerance(dtype="float32", absolute=absolute, relative=0.0, source="a test")
         assert audit(subject, ALL, tolerance=tolerance).verdict is expected

@@ -9,8 +9,10 @@ A page is read from top to bottom, in a folder of its own, as a reader would fol
 - ``diff``: an edit of the file that it names.
 - ``sh``: what cannot be run here, such as an installation. What it names is checked to be there.
 
-Numbers are compared as numbers. One that hangs on weights and tokens agrees to its last digit, or to a hundredth;
-one below 0.001 is of rounding, one beyond a million is a quotient by it: another machine's is of the same size.
+Numbers are compared as numbers: what follows from weights and tokens agrees to its last digit, or to a hundredth.
+A figure of rounding differs from one processor to the next, and has no digits to hold it to: a small gap or noise
+stays below what is allowed where the page's table says that, and below what rounding may come to. A quotient by
+such a figure, which is beyond a million, stays large; where a change is first seen agrees in its size.
 """
 
 import os
@@ -29,9 +31,20 @@ from typing import Any
 import pytest
 from tests.cli.running import run as run_kvproof
 
+from kvproof import Verdict
+
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+#: What rounding may come to on these pages, in the declared dtype and in float64; what is wrong is over 0.1.
+ROUNDING, FLOAT64_ROUNDING = Decimal("0.01"), Decimal("1e-9")
+#: A figure below this may be of rounding.
+SMALL = Decimal("0.001")
+#: What stands before a figure of rounding: the name of its column, or words.
+MEASURED = re.compile(r'(float64 )?(?:gap|noise)(?:" value=")?\W*$')
+#: The columns of an audit's table, and what its last one may say.
+OF_AN_AUDIT = ["scenario", "rows", "gap", "allowed", "noise", "float64 gap", "verdict"]
+VERDICTS = frozenset(verdict.value for verdict in Verdict)
 #: A test run inside another one leaves alone what is the outer one's.
 ALONE = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "xdist", "_cov", "pytest_cov")]
 FILE = re.compile(r"# ([\w.-]+\.(?:py|toml))\n")
@@ -42,21 +55,33 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return BLOCK.findall(text)
 
 
-def agree(shown: str, printed: str) -> bool:
-    """Return whether a shown number is the printed one, or what another machine may have printed."""
+def agree(shown: str, printed: str, before: str = "") -> bool:
+    """Return whether a shown number is the printed one, or what another machine may have printed.
+
+    What stands ``before`` it says whether it is of rounding.
+    """
     if shown == printed or (shown.isdigit() and printed.isdigit()):
         return shown == printed
     a, b = Decimal(shown), Decimal(printed)
-    if not a or not b:
-        return max(abs(a), abs(b)) < Decimal("0.001")
-    if Decimal("0.001") <= abs(a) <= 1_000_000:
-        last = Decimal(1).scaleb(int(a.as_tuple().exponent))
-        return abs(a - b) <= max(last, abs(a) / 100)
-    return Decimal("0.1") <= a / b <= 10
+    measured = MEASURED.search(before)
+    if measured and abs(a) < SMALL:
+        return abs(a) < _bound(measured) > abs(b)
+    if abs(a) > 1_000_000:
+        return a * b > 0 and abs(b) > 100_000
+    if before.endswith("seen from "):
+        return bool(a and b) and Decimal("0.1") <= a / b <= 10
+    last = Decimal(1).scaleb(int(a.as_tuple().exponent))
+    return abs(a - b) <= max(last, abs(a) / 100)
 
 
-def same_line(shown: str, printed: str) -> bool:
-    """Return whether two lines agree in their words and in each number."""
+def _bound(measured: re.Match[str]) -> Decimal:
+    return FLOAT64_ROUNDING if measured[1] else ROUNDING
+
+
+def same_line(shown: str, printed: str, columns: list[str] | None = None) -> bool:
+    """Return whether two lines agree in their words and in each number; a table's row comes with its columns."""
+    if columns is not None:
+        return _same_row(shown, printed, columns)
     if shown.endswith(" ..."):
         shown = shown.removesuffix("...")
         words = NUMBER.split(shown)
@@ -65,27 +90,68 @@ def same_line(shown: str, printed: str) -> bool:
             return False
         printed = printed[: found.end()] + words[-1]
     shown, printed = shown.rstrip(), printed.rstrip()
-    numbers = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=False)
-    return NUMBER.split(shown) == NUMBER.split(printed) and all(agree(a, b) for a, b in numbers)
+    words = NUMBER.split(shown)
+    numbers = zip(NUMBER.findall(shown), NUMBER.findall(printed), words, strict=False)
+    return words == NUMBER.split(printed) and all(agree(a, b, before) for a, b, before in numbers)
+
+
+def _same_row(shown: str, printed: str, columns: list[str]) -> bool:
+    """Return whether two rows of a table agree, with no gap of a match beyond what is allowed."""
+    ours, theirs = cells(shown), cells(printed)
+    if len(ours) != len(theirs):
+        return False
+    for row in (dict(zip(columns, ours, strict=True)), dict(zip(columns, theirs, strict=True))):
+        if row["verdict"] == "match" and "allowed" in row and Decimal(row["gap"]) > Decimal(row["allowed"]):
+            return False
+    passes = ours[columns.index("verdict")] in ("match", "rounding")
+    for column, a, b in zip(columns, ours, theirs, strict=True):
+        is_number = NUMBER.fullmatch(a) is not None and NUMBER.fullmatch(b) is not None
+        before = column if passes or column == "noise" else ""
+        if not (agree(a, b, before) if is_number else same_line(a, b)):
+            return False
+    return True
+
+
+def cells(line: str) -> list[str]:
+    """Return what stands in a table's line, cell by cell."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def with_columns(lines: list[str]) -> Iterator[tuple[str, list[str] | None]]:
+    """Yield each line that is shown, with its columns where it is a row of a table of verdicts.
+
+    A page may show a few rows of an audit's table and skip its head.
+    """
+    columns = OF_AN_AUDIT
+    for line in lines:
+        row = cells(line) if line.startswith("| ") else []
+        yield line, columns if len(row) == len(columns) and row[-1] in VERDICTS else None
+        if row and row[-1] == "verdict":
+            columns = row
 
 
 def assert_shown(shown: str, printed: str) -> None:
     """Hold what is shown against what was printed: all of it, but for what ``...`` lines skip."""
     lines, at = printed.strip("\n").split("\n"), 0
-    parts = re.split(r"(?:^|\n)\.\.\.(?:\n|$)", shown.strip("\n"))
-    for number, part in enumerate(parts):
-        wanted = part.split("\n") if part or len(parts) == 1 else []
+    parts: list[list[tuple[str, list[str] | None]]] = [[]]
+    for line, columns in with_columns(shown.strip("\n").split("\n")):
+        if line == "...":
+            parts.append([])
+        else:
+            parts[-1].append((line, columns))
+    for number, wanted in enumerate(parts):
         starts = [i for i in range(at, len(lines) - len(wanted) + 1) if _stands(wanted, lines, i)]
-        if number == 0:
+        if number == 0 and wanted:
             starts = [i for i in starts if i == 0]
         if number == len(parts) - 1 and wanted:
             starts = [i for i in starts if i + len(wanted) == len(lines)]
+        part = "\n".join(line for line, _ in wanted)
         assert starts, f"not printed:\n{part}\n\nprinted:\n{printed}"
         at = starts[0] + len(wanted)
 
 
-def _stands(wanted: list[str], lines: list[str], at: int) -> bool:
-    return all(same_line(a, b) for a, b in zip(wanted, lines[at:], strict=False))
+def _stands(wanted: list[tuple[str, list[str] | None]], lines: list[str], at: int) -> bool:
+    return all(same_line(a, b, columns) for (a, columns), b in zip(wanted, lines[at:], strict=False))
 
 
 def commands(session: str) -> Iterator[tuple[str, str]]:

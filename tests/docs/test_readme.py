@@ -13,18 +13,9 @@ def of(kind: str) -> list[str]:
     return [text for language, text in blocks(README) if language == kind]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["the reference system", "your own decoder"])
-def test_the_code_prints_what_it_shows(number: int, reader: Reader):
-    assert_shown(of("text")[number], reader.execute(of("python")[number]))
-
-
-def test_the_test_suite_finds_the_bug_of_the_code_before_it(reader: Reader):
-    _, decoder, suite = of("python")
-    (reader.folder / "test_mine.py").write_text(decoder.replace("print(", "(") + suite)
-    printed = reader.run("pytest -rs test_mine.py")
-    assert "1 failed, 1 passed, 1 skipped" in printed
-    assert "The cached path diverges" in printed
-    assert "the subject lacks the ability: crop" in printed
+def test_the_code_prints_what_it_shows(reader: Reader):
+    (text,), (code,) = of("text"), of("python")
+    assert_shown(text, reader.execute(code))
 
 
 @pytest.mark.filterwarnings("default")  # what other libraries warn of is shown to a reader, and stops nobody
@@ -47,17 +38,16 @@ def test_ci_runs_the_command_that_the_readme_tells():
 def test_every_file_that_the_readme_names_is_there():
     for name in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / name).exists(), name
-    tree = next(text for text in of("") if "src/kvproof/" in text)
-    for name in re.findall(r"[├│└]── ([\w.]+/?[\w.]*/?)", tree):
-        place = ROOT if (ROOT / name).exists() else ROOT / "src" / "kvproof"
-        assert (place / name).exists(), name
+
+
+def test_the_readme_is_for_someone_who_has_two_minutes():
+    assert README.count("\n") < 150
 
 
 def test_the_example_tells_the_whole_story(reader: Reader):
     example = ROOT / "examples" / "generate-with-kv-cache.py"
     text = example.read_text("utf-8")
     assert text.count("\n") < 80
-    assert f"in {text.count(chr(10))} lines" in README
     printed = reader.execute(text)
     assert printed.count("match") == 16
     assert "greedy: <bos> A B D <eos> (stopped by eos)" in printed

@@ -107,7 +107,7 @@ def test_escape_codes_in_any_text_are_shown_and_not_obeyed(report: Callable[[], 
         assert f"seeded: [bold]not reproducible[/bold]{SHOWN}" in left, "in the gate"
     else:
         assert f"| {REPORT.scenarios[0].name}{SHOWN}" in left or f"│ {REPORT.scenarios[0].name}{SHOWN}" in left
-        assert f"Likely contract: {DIVERGENCE.contract}{SHOWN}." in left
+        assert f"Likely cause: {DIVERGENCE.contract}{SHOWN}." in left
 
 
 @pytest.mark.parametrize("look", Look)
@@ -186,7 +186,7 @@ def test_a_diverged_report_names_the_stage_and_the_likely_contract(look: Look):
     """Only a fault's finding was shown with its contract; what the audit itself found was not."""
     text = words(uncoloured(render(diverged(), width=300, look=look)))
     assert "cache_k of layer 0, head 1, slot 0" in DIVERGENCE.sentence
-    assert f"token-by-token: {DIVERGENCE.sentence}. Likely contract: {DIVERGENCE.contract}." in text
+    assert f"token-by-token: {DIVERGENCE.sentence}. Likely cause: {DIVERGENCE.contract}." in text
 
 
 def test_every_scenario_that_diverged_is_told_by_name():
@@ -195,8 +195,8 @@ def test_every_scenario_that_diverged_is_told_by_name():
     located = dataclasses.replace(DIVERGENCE, scenario="fork", contract="forks: a fork owns its cache")
     both = dataclasses.replace(second, verdict=Verdict.DIVERGED, divergence=located)
     text = words(render(dataclasses.replace(diverged(), scenarios=(first, both)), width=300))
-    assert f"token-by-token: {DIVERGENCE.sentence}. Likely contract: {DIVERGENCE.contract}." in text
-    assert f"fork: {DIVERGENCE.sentence}. Likely contract: forks: a fork owns its cache." in text
+    assert f"token-by-token: {DIVERGENCE.sentence}. Likely cause: {DIVERGENCE.contract}." in text
+    assert f"fork: {DIVERGENCE.sentence}. Likely cause: forks: a fork owns its cache." in text
 
 
 PLACES = ("new_q of layer 0", "cache_len of layer 1 (by way of attn_mix of layer 1)")
@@ -209,38 +209,38 @@ PLACES = ("new_q of layer 0", "cache_len of layer 1 (by way of attn_mix of layer
             True,
             PLACES[:1],
             True,
-            f"Confirmed: with the uncached value of {PLACES[0]} put in its place, the logits",
+            f"Confirmed: replacing {PLACES[0]} with the uncached value makes the logits agree.",
         ),
         (
             True,
             PLACES[:1],
             False,
-            f"Confirmed: with the uncached value of {PLACES[0]} put in its place, every value",
+            f"Confirmed: replacing {PLACES[0]} with the uncached value makes every value agree.",
         ),
         (
             True,
             PLACES,
             True,
-            "Confirmed in 2 places, each wrong even where those before it are put right; with the uncached "
-            f"values of all of them, the logits agree: {PLACES[0]}; {PLACES[1]}.",
+            "Confirmed: replacing these 2 values with the uncached ones makes the logits agree. Each is wrong "
+            f"independently of the ones before it: {PLACES[0]}; {PLACES[1]}.",
         ),
         (
             False,
             PLACES[:1],
             True,
-            f"Not confirmed: with the uncached value of {PLACES[0]}, it was not shown that the",
+            f"Not confirmed: replacing {PLACES[0]} with uncached values does not show that the",
         ),
         (
             False,
             PLACES,
             True,
-            f"with the uncached value of {PLACES[0]} and at 1 more place, it was not shown that",
+            f"Not confirmed: replacing {PLACES[0]} and 1 more value with uncached values",
         ),
         (
             False,
             PLACES * 2,
             True,
-            f"with the uncached value of {PLACES[0]} and at 3 more places, it was not shown",
+            f"Not confirmed: replacing {PLACES[0]} and 3 more values with uncached values",
         ),
     ],
 )

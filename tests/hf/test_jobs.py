@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kvproof
-from kvproof._system.forked import default_jobs
-from kvproof._system.machine import threads
+from kvproof._system.machine import use_threads
+from kvproof._system.pool import default_jobs
 from kvproof.contract.report import Report
 from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, named, random_programs
 from kvproof.subjects import limits_of
@@ -44,7 +44,7 @@ def test_several_processes_come_to_the_report_of_one(name: str, passes: bool):
 def test_as_many_as_torch_has_threads_where_it_may():
     subject = model("llama")
     assert subject.may_fork
-    with threads(3):
+    with use_threads(3):
         assert default_jobs(may_fork=True) == 3
         assert default_jobs(may_fork=False) == 1
 

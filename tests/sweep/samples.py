@@ -6,7 +6,7 @@ from pathlib import Path
 from kvproof.contract.codec import to_plain
 from kvproof.contract.environment import Environment
 from kvproof.contract.results import Verdict
-from kvproof.contract.sweep_table import TABLE_VERSION, Cell, Conditions, Ending, Group, Job, Sweep
+from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 
 #: From where processes find these samples.
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,8 @@ def group(of: Job, *cells: Cell, ending: Ending = Ending.FINISHED, reason: str |
 
 def table(*groups: Group, num_groups_asked: int | None = None) -> Sweep:
     return Sweep(
-        schema_version=TABLE_VERSION,
+        schema_version=VERSION.major,
+        schema_minor=VERSION.minor,
         environment=ENVIRONMENT,
         conditions=CONDITIONS,
         num_groups_asked=len(groups) if num_groups_asked is None else num_groups_asked,

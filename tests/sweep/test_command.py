@@ -31,7 +31,7 @@ def read(folder: Path) -> Sweep:
 
 def replaced(monkeypatch: pytest.MonkeyPatch, work: Any = matching) -> None:
     """Let the command do other work than audits, in this process."""
-    monkeypatch.setattr(_sweep, "audited_cells", lambda job, **wanted: work(job))
+    monkeypatch.setattr(_sweep, "audit_to_json", lambda job, **wanted: work(job))
     monkeypatch.setattr(_sweep, "ProcessRunner", lambda **options: SerialRunner())
 
 
@@ -98,7 +98,7 @@ def test_a_faulty_model_fails_the_sweep_and_is_told_in_a_sentence(tmp_path: Path
     (group,) = read(tmp_path).groups
     sentence = next(cell.sentence for cell in group.cells if cell.scenario == "chunked prefill")
     assert "mixer" in sentence
-    assert "Likely contract:" in sentence
+    assert "Likely cause:" in sentence
     assert "chunked prefill: **diverged**" in (tmp_path / "sweep.md").read_text("utf-8")
 
 
@@ -178,7 +178,7 @@ def test_half_a_line_is_told_on_standard_error(tmp_path: Path, monkeypatch: pyte
     file.write_bytes(file.read_bytes()[:-9])
     outcome = run("sweep", "a", "b", "--out", tmp_path, "--quiet")
     assert outcome.status == 0
-    assert outcome.err == f"kvproof: {file} ends in half a line; the group that it was of is run again\n"
+    assert outcome.err == f"kvproof: {file} ends in a half-written line; that target will be run again\n"
 
 
 def test_other_options_in_the_same_folder_are_refused_in_one_line(
@@ -187,7 +187,7 @@ def test_other_options_in_the_same_folder_are_refused_in_one_line(
     replaced(monkeypatch)
     run("sweep", "a", "--out", tmp_path)
     outcome = run("sweep", "a", "--seed", 3, "--out", tmp_path)
-    assert outcome.refused("--seed 0, and this one has 3", "--fresh", "--out")
+    assert outcome.refused("--seed 0, but this one has 3", "--fresh", "--out")
     assert run("sweep", "a", "--seed", 3, "--out", tmp_path, "--fresh").status == 0
 
 
@@ -241,7 +241,7 @@ def work(job, **wanted):
         time.sleep(600)
     return matching(job)
 
-_sweep.audited_cells = work
+_sweep.audit_to_json = work
 _sweep.importlib.import_module = lambda name: None
 sys.argv[0] = "kvproof"
 cli.main()

@@ -1,4 +1,4 @@
-"""The table as Markdown: what stands where, and text from elsewhere that cannot break it."""
+"""The table as Markdown: its content, and untrusted text that cannot break it."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvproof.contract.results import Verdict
 from kvproof.contract.sweep_table import Ending
-from kvproof.render.sweep_markdown import plain, render
+from kvproof.render.sweep_markdown import escape, render
 
 from .samples import CONDITIONS, cell, group, job, table
 
@@ -25,9 +25,9 @@ def test_the_heading_names_versions_date_and_conditions():
         "# kvproof sweep\n",
         "kvproof 0.1.0, torch 2.13.0, transformers 5.17.0, Python 3.11.7",
         "2026-01-02T03:04:05+00:00",
-        "- 8 tokens a sequence, seed 0\n",
+        "- 8 tokens per sequence, seed 0\n",
         "- scenarios: fork\n",
-        "1 groups: 1 match.",
+        "1 group: 1 match.",
     ):
         assert words in text
     assert "Partial" not in text
@@ -102,11 +102,11 @@ def test_what_goes_against_advice_is_a_finding_and_no_part_of_the_verdict():
 def test_a_partial_table_says_so():
     text = render(table(group(GPT2, cell(GPT2)), num_groups_asked=4))
     assert "**Partial: 3 of 4 groups have not run.**" in text
-    assert "1 groups of 4 asked for: 1 match." in text
+    assert "1 of 4 groups: 1 match." in text
 
 
 def test_a_table_of_nothing_renders():
-    assert "0 groups of 4 asked for: none has ended." in render(table(num_groups_asked=4))
+    assert "0 of 4 groups: none has ended." in render(table(num_groups_asked=4))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_table_of_nothing_renders():
     ids=["pipe", "newline", "word", "underscores", "html", "inline", "control", "letters"],
 )
 def test_text_from_elsewhere_is_escaped(text: str, escaped: str):
-    assert plain(text) == escaped
+    assert escape(text) == escaped
 
 
 def test_no_text_from_elsewhere_adds_a_line_or_a_column():

@@ -1,4 +1,4 @@
-"""Runners: every job ends in one outcome, whatever it does, and hurts no other."""
+"""Runners: every job ends in one outcome, whatever it does, and affects no other job."""
 
 import faulthandler
 import os
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.processes import is_running, list_children
 
-from kvproof._sweeping import Outcome, ProcessRunner, Runner, SerialRunner
+from kvproof._sweeping import JobOutcome, ProcessRunner, Runner, SerialRunner
 from kvproof.contract.sweep_table import Ending, Job
 from kvproof.errors import KvproofError, UsageError
 
@@ -29,7 +30,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
     return request.param()
 
 
-def ended(runner: Runner, work: Callable[[Job], str], jobs: tuple[Job, ...] = JOBS) -> dict[str, Outcome]:
+def ended(runner: Runner, work: Callable[[Job], str], jobs: tuple[Job, ...] = JOBS) -> dict[str, JobOutcome]:
     """Run jobs and return each target's outcome, of which there is one."""
     outcomes = list(runner.run(jobs, work))
     assert sorted(o.job.target for o in outcomes) == sorted(j.target for j in jobs)
@@ -42,14 +43,6 @@ def waits_for(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def segfault() -> None:
@@ -278,23 +271,17 @@ def test_closing_the_process_runner_ends_what_is_running(tmp_path: Path):
         assert not is_running(int(file.read_text()))
 
 
-def children() -> set[str]:
-    """Return the processes that this one started and has not waited for."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {child for task in tasks for child in (task / "children").read_text().split()}
-
-
 def test_no_descriptor_and_no_process_is_left_behind():
     runner = ProcessRunner(num_jobs=2, limit_s=60)
     ended(runner, lambda job: "ok")
-    before, others = sorted(os.listdir("/proc/self/fd")), children()  # another test's browser may be one
+    before, others = sorted(os.listdir("/proc/self/fd")), list_children()  # another test's browser may be one
     for _ in range(3):
         ended(runner, lambda job: "ok")
         outcomes = runner.run(JOBS, lambda job: "ok")
         next(outcomes)
         outcomes.close()
     assert sorted(os.listdir("/proc/self/fd")) == before
-    assert children() <= others
+    assert list_children() <= others
 
 
 def test_a_system_that_starts_no_process_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -302,7 +289,7 @@ def test_a_system_that_starts_no_process_is_named(monkeypatch: pytest.MonkeyPatc
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", fork)
-    with pytest.raises(KvproofError, match=r"cannot start a process for a, .*: Resource temporarily"):
+    with pytest.raises(KvproofError, match="cannot start a process: Resource temporarily unavailable"):
         list(ProcessRunner(num_jobs=1, limit_s=1).run(JOBS, lambda job: ""))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvproof._sweeping import ProcessRunner, SerialRunner
-from kvproof._sweeping.sweep import conditions_now, jobs_for, sweep
+from kvproof._sweeping.sweep import current_conditions, list_jobs, sweep
 from kvproof.contract.codec import from_plain, strict_loads, to_plain
 from kvproof.contract.results import Verdict
 from kvproof.contract.sweep_table import Conditions, Ending, Job, Sweep
@@ -95,7 +95,7 @@ def test_a_last_line_that_was_cut_off_is_said_and_its_group_alone_run_again(tmp_
     file.write_bytes(lines[:-num_bytes_cut])
     table, ran, notes = swept(tmp_path)
     assert ran == ["random:c"]
-    assert notes == [f"{file} ends in half a line; the group that it was of is run again"]
+    assert notes == [f"{file} ends in a half-written line; that target will be run again"]
     assert [g.cells for g in table.groups] == [g.cells for g in whole.groups]
     assert file.read_bytes().count(b"\n") == lines.count(b"\n")
     assert swept(tmp_path)[1:] == ([], [])
@@ -112,13 +112,13 @@ def test_a_header_that_was_cut_off_is_an_empty_folder(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kvproof": "0.0.9"}, "kvproof 0.1.0, and this one has 0.0.9"),
-        ({"torch": "2.6"}, "torch 2.13.0, and this one has 2.6"),
-        ({"transformers": None}, "transformers 5.17.0, and this one has none"),
-        ({"length": 12}, "--length 8, and this one has 12"),
-        ({"seed": 1}, "--seed 0, and this one has 1"),
-        ({"only": ()}, "--scenario fork, and this one has none"),
-        ({"without": ("batch", "fork")}, "--skip none, and this one has batch, fork"),
+        ({"kvproof": "0.0.9"}, "kvproof 0.1.0, but this one has 0.0.9"),
+        ({"torch": "2.6"}, "torch 2.13.0, but this one has 2.6"),
+        ({"transformers": None}, "transformers 5.17.0, but this one has none"),
+        ({"length": 12}, "--length 8, but this one has 12"),
+        ({"seed": 1}, "--seed 0, but this one has 1"),
+        ({"only": ()}, "--scenario fork, but this one has none"),
+        ({"without": ("batch", "fork")}, "--skip none, but this one has batch, fork"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "says",
 )
@@ -141,7 +141,7 @@ def test_a_sweep_under_other_conditions_is_refused_and_left_alone(tmp_path: Path
     ("text", "words"),
     [
         ("not JSON\n", "line 1: not JSON"),
-        ('{"kind": "header"}\n', "line 1: $ has unknown member"),
+        ('{"kind": "header"}\n', "line 1: $ has unknown key"),
         ("\n", "line 1: not JSON"),
         ("\x00\x00\n", "line 1: not JSON"),
     ],
@@ -165,11 +165,24 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number(tmp_path: Path):
         swept(tmp_path)
 
 
-def test_a_file_of_a_later_version_is_refused(tmp_path: Path):
-    header = {"schema_version": 99, "conditions": to_plain(CONDITIONS)}
-    (tmp_path / "cells.jsonl").write_text(json.dumps(header) + "\n", "utf-8")
-    with pytest.raises(UsageError, match="schema version 99"):
+@pytest.mark.parametrize(
+    "other", [{"conditions": to_plain(CONDITIONS)}, {"colour": "red"}], ids=["same", "other"]
+)
+def test_a_file_of_a_later_version_is_refused(tmp_path: Path, other: dict[str, Any]):
+    """Whatever keys that version has: the version is what is wrong."""
+    (tmp_path / "cells.jsonl").write_text(json.dumps({"schema_version": 99, **other}) + "\n", "utf-8")
+    with pytest.raises(UsageError, match=r"schema version 99, written by a newer kvproof; .*--fresh"):
         swept(tmp_path)
+
+
+def test_a_file_without_a_minor_version_is_resumed(tmp_path: Path):
+    swept(tmp_path)
+    file = tmp_path / "cells.jsonl"
+    first, *rest = file.read_text("utf-8").splitlines(keepends=True)
+    header = json.loads(first)
+    del header["schema_minor"]
+    file.write_text(f"{json.dumps(header)}\n{''.join(rest)}", "utf-8")
+    assert swept(tmp_path)[1] == []
 
 
 def test_a_group_that_timed_out_is_run_again_only_with_more_time(tmp_path: Path):
@@ -250,10 +263,10 @@ def test_two_sweeps_do_not_write_to_one_folder(tmp_path: Path):
     code = (
         "import pathlib, sys\n"
         "from kvproof.errors import UsageError\n"
-        "from kvproof._sweeping.sweep import opened_store\n"
+        "from kvproof._sweeping.store import open_store\n"
         "from tests.sweep.samples import CONDITIONS\n"
         "try:\n"
-        "    with opened_store(pathlib.Path(sys.argv[1]), CONDITIONS, fresh=True, on_note=print): pass\n"
+        "    with open_store(pathlib.Path(sys.argv[1]), CONDITIONS, fresh=True, on_note=print): pass\n"
         "except UsageError as error:\n"
         "    sys.stdout.write(str(error))\n"
     )
@@ -266,7 +279,7 @@ def test_two_sweeps_do_not_write_to_one_folder(tmp_path: Path):
 
     said: list[str] = []
     swept(tmp_path, JOBS[:1], work=work)
-    assert said == [f"{tmp_path} is being written by another sweep; give each its own --out"]
+    assert said == [f"another sweep is writing to {tmp_path}; give each sweep its own --out"]
     assert swept(tmp_path, JOBS[:1])[1] == []
 
 
@@ -287,7 +300,7 @@ def test_a_disk_that_is_full_is_an_output_error(tmp_path: Path, monkeypatch: pyt
 
 
 def test_jobs_are_every_combination_once_and_in_order():
-    jobs = jobs_for(("b", "a", "b"), dtypes=("float32", "float16"), attentions=("eager",), length=8, seed=1)
+    jobs = list_jobs(("b", "a", "b"), dtypes=("float32", "float16"), attentions=("eager",), length=8, seed=1)
     assert [str(j) for j in jobs] == [
         "b, float32, eager",
         "b, float16, eager",
@@ -303,7 +316,7 @@ def test_no_job_is_refused(tmp_path: Path):
 
 
 def test_conditions_hold_versions_and_sorted_scenarios():
-    now = conditions_now(length=9, seed=2, only=("fork", "batch", "fork"), without=("rollback",))
+    now = current_conditions(length=9, seed=2, only=("fork", "batch", "fork"), without=("rollback",))
     assert (now.length, now.seed, now.only, now.without) == (9, 2, ("batch", "fork"), ("rollback",))
     assert now.torch
     assert now.kvproof
@@ -316,4 +329,4 @@ def test_conditions_hold_versions_and_sorted_scenarios():
 )
 def test_scenarios_are_checked_before_anything_runs(only: tuple[str, ...], without: tuple[str, ...], words: str):
     with pytest.raises(UsageError, match=words):
-        conditions_now(length=8, seed=0, only=only, without=without)
+        current_conditions(length=8, seed=0, only=only, without=without)

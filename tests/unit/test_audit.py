@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.strategies import random_subject
 
-from kvproof._engine import audit as _audit
+from kvproof._engine import program_rows
 from kvproof._engine.audit import Auditor
 from kvproof._engine.programs import Call, run_program
 from kvproof._engine.uncached_rows import Uncached
@@ -42,7 +42,7 @@ def broken(checkpoint: Checkpoint) -> WithNan:
 def test_noise_that_was_nan_once_stays_nan_at_every_later_length(reference: str, broken: WithNan):
     """A running maximum forgot NaN at the next length, and the rows after it passed."""
     uncached = Uncached(broken, reference)
-    uncached.know([SEQUENCE])
+    uncached.measure([SEQUENCE])
     assert [math.isnan(uncached.noise(length)) for length in range(1, 5)] == [False, True, True, True]
 
 
@@ -50,7 +50,7 @@ def test_noise_that_is_nan_outlives_other_sequences(broken: WithNan):
     """Joining what two sequences say of one length kept whichever came first."""
     uncached = Uncached(broken, "literal")
     for sequence in (SEQUENCE[:2], SEQUENCE, (1, 1, 1)):
-        uncached.know([sequence])
+        uncached.measure([sequence])
         assert math.isnan(uncached.noise(2))
 
 
@@ -75,7 +75,7 @@ def test_logits_are_let_go_once_they_are_judged(monkeypatch: pytest.MonkeyPatch,
             most_alive = max(most_alive, sum(known() is not None for known in logits))
             yield call
 
-    monkeypatch.setattr(_audit, "run_program", watched)
+    monkeypatch.setattr(program_rows, "run_program", watched)
     auditor = Auditor(random_subject(LONG, seed=3), all_values=False)
     result = auditor.check([token_by_token(SEQUENCE * 4)], fault)
     assert result.verdict is (Verdict.MATCH if fault is None else Verdict.DIVERGED)

@@ -153,3 +153,74 @@ def test_what_one_call_recorded_is_not_taken_for_the_next_ones(subject: Referenc
     subject.rows((1, 2), tap=recorder)
     assert Site(Stage.LOGITS) in recorder.take()
     assert recorder.values == {}
+
+
+def _adding(site: Site, sizes: dict[tuple[int, int, int], float], call: int) -> Fault:
+    """A fault that adds to a value, at (head, slot, entry) or (head, entry or slot, 0), in one call."""
+
+    def plant() -> Tap:
+        calls: list[int] = []
+
+        def tap(at: Site, value: Tensor) -> Tensor:
+            if at != site:
+                return value
+            calls.append(1)
+            if len(calls) != call + 1:
+                return value
+            value = value.clone()
+            for (head, slot, entry), size in sizes.items():
+                place = (head, slot, entry) if site.stage in OVER_SLOTS else (head, 0, slot)
+                value[0][place] += size
+            return value
+
+        return tap
+
+    return Fault(
+        name="adding", breaks=str(site), stages=frozenset({site.stage}), make=lambda place: Planting(plant)
+    )
+
+
+ALIKE = {
+    "two slots": (Stage.CACHE_K, (1, 0, 1), (0, 2, 0), (1, 0)),
+    "two heads": (Stage.CACHE_V, (0, 1, 1), (1, 1, 0), (0, 1)),
+    "two entries": (Stage.CACHE_K, (1, 2, 0), (1, 2, 1), (1, 2)),
+    "two slots of weights": (Stage.ATTN_WEIGHTS, (1, 0, 0), (0, 1, 0), (1, 0)),
+    "two heads' weights": (Stage.ATTN_WEIGHTS, (0, 1, 0), (1, 1, 0), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("later_is_larger", [False, True])
+@pytest.mark.parametrize(("stage", "first", "second", "named"), ALIKE.values(), ids=ALIKE)
+def test_of_equal_differences_the_earliest_slot_is_named_then_the_earliest_head(
+    subject: ReferenceSubject,
+    stage: Stage,
+    first: tuple[int, int, int],
+    second: tuple[int, int, int],
+    named: tuple[int, int],
+    later_is_larger: bool,
+):
+    """Equal by algebra and not in the last digit, which one processor rounds up and another down."""
+    sizes = {first: 0.5, second: 0.5}
+    sizes[second if later_is_larger else first] += 2.0**-49
+    fault = _adding(Site(stage, 0), sizes, call=2)
+    divergence = localise(subject, token_by_token(SEQUENCES[0]), fault=fault).divergence
+    assert divergence is not None
+    assert (divergence.stage, divergence.head, divergence.slot) == (stage, *named)
+
+
+@pytest.mark.parametrize(("stage", "first", "second"), [(s, a, b) for s, a, b, _ in list(ALIKE.values())[1:]])
+def test_of_different_differences_the_larger_is_named(
+    subject: ReferenceSubject, stage: Stage, first: tuple[int, int, int], second: tuple[int, int, int]
+):
+    fault = _adding(Site(stage, 0), {first: 0.5, second: 0.5 + 1e-6}, call=2)
+    divergence = localise(subject, token_by_token(SEQUENCES[0]), fault=fault).divergence
+    assert divergence is not None
+    assert (divergence.head, divergence.slot) == second[:2]
+    assert abs(divergence.actual - divergence.expected) == pytest.approx(0.5 + 1e-6, rel=1e-9)
+
+
+def test_of_wrong_slots_the_earliest_is_named_though_a_later_one_is_further_off(subject: ReferenceSubject):
+    fault = _adding(Site(Stage.CACHE_K, 0), {(1, 1, 0): 0.25, (0, 2, 0): 0.5}, call=2)
+    divergence = localise(subject, token_by_token(SEQUENCES[0]), fault=fault).divergence
+    assert divergence is not None
+    assert (divergence.head, divergence.slot, divergence.gap) == (1, 1, pytest.approx(0.25))

@@ -76,12 +76,17 @@ def test_a_real_report_comes_back_equal_from_json(report: Report):
 
 
 def test_a_report_is_strict_json_though_its_numbers_are_not_finite():
-    row = dataclasses.replace(REPORT.scenarios[0].rows[0], gap=math.nan, top_gap=math.inf, expected=(-math.inf,))
+    row = REPORT.scenarios[0].rows[0]
+    assert row.evidence.exact is not None
+    exact = dataclasses.replace(row.evidence.exact, gap=math.inf)
+    evidence = dataclasses.replace(row.evidence, gap=math.nan, exact=exact)
+    row = dataclasses.replace(row, evidence=evidence, expected=(-math.inf,))
     report = dataclasses.replace(REPORT, scenarios=(dataclasses.replace(REPORT.scenarios[0], rows=(row,)),))
     text = render(report)
     plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     written = plain["scenarios"][0]["rows"][0]
-    assert (written["gap"], written["top_gap"], written["expected"]) == ("nan", "inf", ["-inf"])
+    assert (written["evidence"]["gap"], written["evidence"]["exact"]["gap"]) == ("nan", "inf")
+    assert written["expected"] == ["-inf"]
     assert repr(parse(text, "report.json")) == repr(report)
 
 
@@ -93,26 +98,26 @@ def test_a_report_is_one_text_with_one_line_end_at_its_end():
 
 PLAIN = json.loads(render(REPORT))
 BROKEN = {
-    "cut off": (render(REPORT)[:100], "a.json: not JSON: Unterminated string starting at at line 4 column 13"),
+    "cut off": (render(REPORT)[:100], "a.json: not JSON: Unterminated string starting at at line 5 column 13"),
     "empty": ("", "a.json: not JSON: Expecting value at line 1 column 1"),
-    "not an object": ("[]", "a.json has schema version None; this kvproof reads 1"),
-    "without a version": ("{}", "a.json has schema version None; this kvproof reads 1"),
+    "not an object": ("[]", "a.json is not a report"),
+    "without a version": ("{}", "a.json has schema version None; this kvproof reads 1 to 2"),
     "of a later version": (
-        json.dumps({**PLAIN, "schema_version": 2}),
-        "a.json has schema version 2; this kvproof reads 1",
+        json.dumps({**PLAIN, "schema_version": 3}),
+        "a.json has schema version 3, written by a newer kvproof; this one reads 1 to 2: upgrade kvproof",
     ),
     "of a version that is text": (
         json.dumps({**PLAIN, "schema_version": "1"}),
-        "a.json has schema version '1'; this kvproof reads 1",
+        "a.json has schema version '1'; this kvproof reads 1 to 2",
     ),
-    "with an unknown member": (json.dumps({**PLAIN, "extra": 0}), "a.json: $ has unknown member 'extra'"),
+    "with an unknown member": (json.dumps({**PLAIN, "extra": 0}), "a.json: $ has unknown key 'extra'"),
     "with a member of the wrong type": (
         json.dumps({**PLAIN, "summary": None}),
         "a.json: $.summary must be a string, not None",
     ),
     "without a member": (
         json.dumps({name: value for name, value in PLAIN.items() if name != "faults"}),
-        "a.json: $ lacks member 'faults'",
+        "a.json: $ is missing key 'faults'",
     ),
 }
 
@@ -138,7 +143,7 @@ VALUES = {
     "Infinity": ("Infinity", f"{UNREADABLE}Infinity is not JSON; write it as a string"),
     "-Infinity": ("-Infinity", f"{UNREADABLE}-Infinity is not JSON; write it as a string"),
     "1e999": ("1e999", f"{UNREADABLE}1e999 is too large for a number"),
-    "a member that stands twice": ('0.5, "absolute": 0.5', f"{UNREADABLE}member 'absolute' stands twice"),
+    "a duplicate key": ('0.5, "absolute": 0.5', f"{UNREADABLE}duplicate key 'absolute'"),
 }
 
 

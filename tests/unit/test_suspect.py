@@ -21,7 +21,7 @@ IDS = (3, 1, 4, 1, 5, 9, 2, 6)
 PREFIX = IDS[:5]
 
 LITERAL, ONE_PASS = "literal", "one-pass"
-FRESH, STEPPING = "fresh cache, one call", "fresh cache, stepping"
+FRESH, STEPPING = "fresh cache in one call", "fresh cache in steps"
 HERE = "this scenario"
 
 #: Says whether a forward is wrong: of the uncached path by its length, of a session by start and new tokens.
@@ -78,7 +78,7 @@ def healthy() -> Checkpoint:
 
 def found(subject: ReferenceSubject, *, scenario_is_wrong: bool, prefix: tuple[int, ...] = PREFIX) -> FourWays:
     uncached = Uncached(subject, "one-pass")
-    uncached.know([IDS])
+    uncached.measure([IDS])
     exact = ReferenceSubject(subject.checkpoint).cast(torch.float64).rows(prefix)[-1]
     ways = four_ways(uncached, prefix, off(exact) if scenario_is_wrong else exact)
     assert ways is not None
@@ -90,14 +90,14 @@ def test_where_nothing_is_wrong_all_ways_agree_and_none_is_suspect(healthy: Chec
     ways = found(ReferenceSubject(healthy), scenario_is_wrong=False)
     assert ways.groups == ((LITERAL, ONE_PASS, FRESH, STEPPING, HERE),)
     assert ways.suspect is None
-    assert ways.sentence.startswith("in float64 all ways give this row the same")
+    assert ways.sentence.startswith("in float64 all ways of computing this row agree")
 
 
 def test_a_scenario_that_alone_is_wrong_is_the_suspect(healthy: Checkpoint):
     ways = found(ReferenceSubject(healthy), scenario_is_wrong=True)
     assert ways.groups == ((LITERAL, ONE_PASS, FRESH, STEPPING), (HERE,))
     assert ways.suspect == HERE
-    assert ways.sentence.startswith("the suspect is the cached path: 'this scenario' stands alone")
+    assert ways.sentence.startswith("the cached path is the suspect: ")
 
 
 def wrong_one_pass(length: int) -> bool:
@@ -132,7 +132,7 @@ def test_the_way_that_stands_alone_is_the_suspect_and_names_its_path(
 ):
     ways = found(Broken(healthy, **told), scenario_is_wrong=scenario_is_wrong)
     assert ways.suspect == way
-    assert ways.sentence.startswith(f"the suspect is {side}: {way!r} stands alone")
+    assert ways.sentence.startswith(f"{side} is the suspect: ")
     assert ways.groups[1] == ((way, HERE) if scenario_is_wrong else (way,))
     assert set(ways.groups[0]) >= {LITERAL, ONE_PASS, FRESH, STEPPING} - {way}
 
@@ -157,7 +157,7 @@ def test_two_against_two_name_no_suspect(
         frozenset({FRESH, STEPPING}),
     }
     assert ways.suspect is None
-    assert ways.sentence.startswith("no way stands alone")
+    assert ways.sentence.startswith("the ways of computing this row do not tell")
 
 
 def test_two_that_stand_alone_name_no_suspect(healthy: Checkpoint):
@@ -182,7 +182,7 @@ def test_two_that_stand_alone_name_no_suspect(healthy: Checkpoint):
 def test_without_a_top_rung_there_is_nothing_to_count(healthy: Checkpoint):
     subject = ReferenceSubject(healthy)
     uncached = Uncached(subject, "one-pass", top_rung=False)
-    uncached.know([IDS])
+    uncached.measure([IDS])
     assert four_ways(uncached, PREFIX, subject.rows(PREFIX)[-1]) is None
 
 

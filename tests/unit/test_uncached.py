@@ -66,7 +66,7 @@ def watched() -> Watched:
 
 def known(subject: ReferenceSubject, reference: Reference, *sequences: tuple[int, ...]) -> Uncached:
     uncached = Uncached(subject, reference)
-    uncached.know(sequences)
+    uncached.measure(sequences)
     return uncached
 
 
@@ -98,10 +98,10 @@ def test_what_other_processes_computed_is_what_this_one_would_have(watched: Watc
     sequences = [*ids_of(30, 20, 9), IDS[:4]]
     subject = watched if dtype is torch.float32 else watched._cast(dtype)
     alone, helped = Uncached(subject, "one-pass"), Uncached(subject, "one-pass")
-    alone.know(sequences)
+    alone.measure(sequences)
     subject.forwards.clear()
-    for sequence in helped.computed(sequences, jobs=2):
-        helped.know([sequence])
+    for sequence in helped.precompute(sequences, jobs=2):
+        helped.measure([sequence])
     assert subject.forwards == []
     assert helped.both_ways == alone.both_ways
     for length in range(1, 31):
@@ -116,10 +116,10 @@ def test_what_raised_in_another_process_raises_where_it_is_asked_for(watched: Wa
     sequences = ids_of(20, 9)
     watched.broken = {(torch.float32, 20)}
     uncached = Uncached(watched, "one-pass")
-    first, second = uncached.computed(sequences, jobs=2)
+    first, second = uncached.precompute(sequences, jobs=2)
     with pytest.raises(SubjectError, match="no kernel for 20 tokens"):
-        uncached.know([first])
-    uncached.know([second])
+        uncached.measure([first])
+    uncached.measure([second])
     assert uncached.noise(9) >= 0
 
 
@@ -127,11 +127,11 @@ def test_what_raised_in_another_process_raises_where_it_is_asked_for(watched: Wa
 def test_a_sequence_that_another_starts_with_is_not_computed_apart(watched: Watched):
     uncached = Uncached(watched, "one-pass")
     sequences = [IDS, IDS[:12], IDS[:5]]
-    assert list(uncached.computed(sequences, jobs=2)) == sequences
+    assert list(uncached.precompute(sequences, jobs=2)) == sequences
     whole = [key for key in uncached.declared.blocks if len(key[0]) == 12]
     assert whole == []
-    uncached.know(sequences)
-    assert list(uncached.computed([IDS[:7]], jobs=2)) == [IDS[:7]]
+    uncached.measure(sequences)
+    assert list(uncached.precompute([IDS[:7]], jobs=2)) == [IDS[:7]]
 
 
 def in_blocks(monkeypatch: pytest.MonkeyPatch, block_len: int, num_blocks: int) -> int:
@@ -205,7 +205,7 @@ def test_a_sequence_that_starts_a_known_one_costs_no_forward(watched: Watched):
     forwards = uncached.top.subject.forwards
     counts = len(watched.forwards), len(forwards)
     both_ways = list(uncached.both_ways)
-    uncached.know([IDS[:5], IDS, IDS[:1]])
+    uncached.measure([IDS[:5], IDS, IDS[:1]])
     for length in range(1, len(IDS) + 1):
         uncached.row(IDS[:length])
         uncached.row(IDS[:length], top=True)
@@ -234,7 +234,7 @@ def test_every_prefix_of_the_longest_sequence_up_to_the_proof_s_length_is_measur
 def test_noise_and_error_never_fall_with_length_and_are_pooled_over_sequences(watched: Watched):
     uncached = known(watched, "one-pass", IDS)
     before = [uncached.error(length) for length in range(1, len(IDS) + 1)]
-    uncached.know([OTHER])
+    uncached.measure([OTHER])
     for known_of in (uncached.noise, uncached.top_noise, uncached.error):
         values = [known_of(length) for length in range(1, len(IDS) + 1)]
         assert values == sorted(values)
@@ -247,7 +247,7 @@ def test_noise_and_error_never_fall_with_length_and_are_pooled_over_sequences(wa
 def test_a_longer_sequence_after_a_shorter_one_starts_from_what_that_showed(watched: Watched):
     uncached = known(watched, "one-pass", OTHER)
     shown = uncached.noise(len(OTHER)), uncached.error(len(OTHER))
-    uncached.know([(2, *IDS)])
+    uncached.measure([(2, *IDS)])
     assert uncached.noise(31) >= shown[0]
     assert uncached.error(31) >= shown[1]
 
@@ -259,10 +259,10 @@ def test_a_sequence_whose_forward_raises_stays_unknown_and_can_be_measured_later
     uncached = Uncached(watched, reference)
     watched.broken = {(torch.float32, 5)}
     with pytest.raises(SubjectError, match="no kernel for 5 tokens"):
-        uncached.know([IDS[:9]])
+        uncached.measure([IDS[:9]])
     assert uncached.continuation(IDS[:2]) is None
     watched.broken.clear()
-    uncached.know([IDS[:9]])
+    uncached.measure([IDS[:9]])
     assert uncached.continuation(IDS[:2]) == IDS[:9]
     fresh = known(Watched(watched.checkpoint), reference, IDS[:9])
     assert uncached.both_ways == fresh.both_ways, "no prefix twice, and none left out"

@@ -1,54 +1,51 @@
-"""Audits: every row of every scenario, cached against uncached, judged by the rules of `_compare`."""
+"""Audits: run every scenario on the cached path, gather evidence, judge it, and locate what is wrong."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from kvproof._engine.certificate import Certifier
-from kvproof._engine.conclusion import CAUSALITY, empty_result, joined, result_of, summary_of, verdict_of
-from kvproof._engine.expert_ties import decided
+from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.four_computations import four_ways
-from kvproof._engine.localise import Localisation, localise
-from kvproof._engine.programs import Coverage, run_program
+from kvproof._engine.localise import localise
+from kvproof._engine.program_rows import ProgramRows, RowAuditor
 from kvproof._engine.prompts import DEFAULT_LENGTH, programs_for
-from kvproof._engine.row_judge import RowJudge
-from kvproof._engine.rung import Rung
 from kvproof._engine.spread import spreads_of
 from kvproof._engine.uncached_rows import Reference, Uncached
-from kvproof._numerics.gaps import gap_between, largest
-from kvproof._numerics.tolerances import (
-    CONSTANTS,
-    STRUCTURAL_FLOOR,
-    TABLE_UNITS,
-    declared_tolerance,
-    structural_limit,
+from kvproof._engine.verdict_rules import (
+    CAUSALITY,
+    is_of_declared_dtype_alone,
+    judge_audit,
+    judge_scenario,
+    judge_scenarios,
 )
-from kvproof._system.forked import check_jobs, default_jobs, in_processes
+from kvproof._numerics.gaps import largest
+from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
 from kvproof._system.machine import environment
-from kvproof.contract.report import SCHEMA_VERSION, Report
+from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
+from kvproof.contract.report import VERSION, Report
 from kvproof.contract.results import (
     Certificate,
     Divergence,
     FaultResult,
     FourWays,
+    Localisation,
     Outcome,
     RowResult,
     ScenarioResult,
     Spread,
     Tolerance,
     Verdict,
-    worst,
 )
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError, SubjectError, UsageError
-from kvproof.faults import Fault, choose_place, choose_sequences, plant
+from kvproof.faults import Fault, choose_place, choose_sequences
 from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, longest_sequences, usable
 from kvproof.subjects import Subject, as_subject, limits_of
 
-NO_CERTIFICATE = "no certificate: nothing was asked to show that this audit can fail"
+NO_CERTIFICATE = "no certificate (--no-certificate): no faults were planted to prove that this audit can fail"
 _SHORTEST_CERTIFIED = 4
 
 
@@ -98,8 +95,7 @@ def audit(
     programs = list(programs_for(subject, scenarios, length, seed))
     auditor = Auditor(subject, tolerance, reference, top_rung=top_rung, all_values=all_values, jobs=jobs)
     results, fault_results = list[ScenarioResult](), list[FaultResult]()
-    evidence: Certificate | None = None
-    partial = False
+    evidence, partial = None, False
     try:
         for result in auditor.results(programs, on_scenario):
             results.append(result)
@@ -109,20 +105,21 @@ def audit(
         clean_gap = largest(result.largest_gap for result in results)
         for fault in () if partial else faults:
             on_scenario(f"fault {fault.name}")
-            fault_results.append(auditor.check_fault(fault, programs, clean_gap))
-        if certificate and not partial and joined(results).passes:
+            fault_results += [auditor.check_fault(fault, programs, clean_gap)]
+        if certificate and not partial and judge_scenarios(results).passes:
             evidence = auditor.certificate(programs, on_scenario)
         if spread:
-            auditor.see_spreads(programs, results)
+            auditor.add_spreads(programs, results)
     except KeyboardInterrupt:
         if not keep_partial:
             raise
         partial = True
-    verdict = verdict_of(results, evidence)
+    verdict = judge_audit(results, evidence)
     return Report(
-        schema_version=SCHEMA_VERSION,
+        schema_version=VERSION.major,
+        schema_minor=VERSION.minor,
         verdict=verdict,
-        summary=summary_of(verdict, results, evidence),
+        summary=summarise(verdict, results, evidence),
         environment=environment(),
         request=None,
         subject=subject.info,
@@ -139,19 +136,48 @@ def audit(
 
 
 @dataclasses.dataclass(slots=True)
-class _Learned:
-    """What checking scenarios taught besides their results."""
+class SideResults:
+    """What checking scenarios gives besides their results."""
 
     #: The first finding, and each fault's.
     found: dict[Fault | None, tuple[Scenario, Divergence]] = dataclasses.field(default_factory=dict)
-    without_top: dict[str, str] = dataclasses.field(default_factory=dict)  #: why, by scenario
+    without_exact: dict[str, str] = dataclasses.field(default_factory=dict)  #: why, by scenario
     made: Counter[str] = dataclasses.field(default_factory=Counter)  #: by all random programs together
 
-    def __iadd__(self, later: "_Learned") -> "_Learned":
+    def __iadd__(self, later: "SideResults") -> "SideResults":
         self.found = later.found | self.found
-        self.without_top |= later.without_top
+        self.without_exact |= later.without_exact
         self.made += later.made
         return self
+
+
+@dataclasses.dataclass(slots=True)
+class _Check:
+    """What the programs of one scenario have shown so far."""
+
+    rows: list[RowResult] = dataclasses.field(default_factory=list)
+    num_values: int = 0
+    divergence: Divergence | None = None
+    four_ways: FourWays | None = None
+    raised: str | None = None  #: what the decoder raised: the programs after it are not run
+    unreached: str | None = None  #: what a program was meant to reach or do, and did not
+
+    def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
+        """Return the scenario's result; ``is_proof`` says that a wrong value on the way is a bug by itself."""
+        verdict = judge_scenario(
+            self.rows,
+            wrong_value=is_proof and self.divergence is not None,
+            raised=self.raised is not None,
+            unreached=self.unreached is not None,
+        )
+        reason = self.raised or self.unreached
+        return dataclasses.replace(
+            scenario_result(scenario.name, verdict, tuple(self.rows), reason=reason),
+            advice=scenario.advice,
+            num_values_compared=self.num_values,
+            divergence=self.divergence,
+            four_ways=self.four_ways,
+        )
 
 
 class Auditor:
@@ -172,10 +198,10 @@ class Auditor:
         self.subject = subject
         self.tolerance = tolerance or declared_tolerance(getattr(torch, subject.info.dtype))
         self.uncached = Uncached(subject, reference, top_rung=top_rung)
-        self.judge = RowJudge(subject, self.tolerance, self.uncached)
+        self.rows = RowAuditor(self.uncached, self.tolerance)
         self.all_values = all_values
         self._uncertified: str | None = None
-        self._learned = _Learned()
+        self._side = SideResults()
         self.spreads: tuple[Spread, ...] = ()
 
     def results(
@@ -195,88 +221,54 @@ class Auditor:
             [program for program in programs if program.name == name]
             for name in dict.fromkeys(program.name for program in programs)
         ]
-        checked = in_processes(lambda number: self._checked(groups[number]), len(groups), self.jobs)
+        checks = map_in_processes(lambda number: self._check_apart(groups[number]), len(groups), self.jobs)
         for group in groups:
             on_scenario(group[0].name)
             if causal:
-                result, learned = next(checked)
-                self._learned += learned
+                result, side = next(checks)
+                self._side += side
                 yield result
             else:
                 advice = any(program.advice for program in group)
                 reason = "the subject is not causal: no cache can give its uncached rows"
                 yield empty_result(group[0].name, Verdict.NOT_CHECKED, reason, advice=advice)
 
-    def _checked(self, programs: Sequence[Scenario]) -> "tuple[ScenarioResult, _Learned]":
-        """Check programs of one name; return the result with what it has taught."""
-        before, self._learned = self._learned, _Learned()
+    def _check_apart(self, programs: Sequence[Scenario]) -> tuple[ScenarioResult, SideResults]:
+        """Check programs of one name; return their result and its side results, which a process must send."""
+        before, self._side = self._side, SideResults()
         try:
-            return self.check(programs), self._learned
+            return self.check(programs), self._side
         finally:
-            self._learned = before
+            self._side = before
 
     def causality(self) -> ScenarioResult:
-        """Say whether a row hangs on the tokens after it: literal rows against rows of a longer pass."""
-        rows = tuple(self.judge.both_ways(both) for both in self.uncached.both_ways)
-        verdict = worst([row.verdict for row in rows])
+        """Say whether a row depends on the tokens after it: literal rows against rows of a longer pass."""
+        rows = tuple(self.rows.evidence.compare_both_ways(both) for both in self.uncached.both_ways)
         bad = next((row for row in rows if row.verdict is Verdict.DIVERGED), None)
         reason = None
         if bad is not None:
             reason = f"not causal: the row after {len(bad.ids)} tokens changes when later tokens follow"
-        return result_of(CAUSALITY, verdict, rows, reason=reason)
+        return scenario_result(CAUSALITY, judge_scenario(rows), rows, reason=reason)
 
     def check(self, programs: Sequence[Scenario], fault: Fault | None = None) -> ScenarioResult:
-        """Run programs of one name, compare all their rows, and the values on the way.
-
-        The first divergence found is located; the programs after it are compared by their rows alone. Where
-        the subject cannot be cast, values on the way are looked at only to locate what the rows show.
-        """
-        name, advice = programs[0].name, programs[0].advice
-        skipped = next((program.skipped for program in programs if program.skipped), None)
-        if skipped is not None:
-            return empty_result(name, Verdict.NOT_CHECKED, skipped, advice=advice)
-        missing = self._missing(programs)
-        if missing is not None:
-            return empty_result(name, Verdict.NOT_CHECKED, missing, advice=advice)
-        rows: list[RowResult] = []
-        num_values, divergence, ways, not_reached = 0, None, None, None
-        reason = self._prepare(programs)
-        for program in programs if reason is None else ():
-            coverage = Coverage()
+        """Run programs of one name, judge all their rows, and locate the first divergence."""
+        scenario = programs[0]
+        why_not = self._why_not(programs)
+        if why_not is not None:
+            return empty_result(scenario.name, Verdict.NOT_CHECKED, why_not, advice=scenario.advice)
+        check = _Check(raised=self._prepare(programs))
+        for program in programs if check.raised is None else ():
             try:
-                judged = self._excused(self._judged(program, fault, coverage), program, fault)
-                judged = self._chosen(judged, program, fault)
+                judged = self.rows.judge_program(program, fault)
             except SubjectError as error:
-                reason = str(error)
+                check.raised = str(error)
                 break
-            rows += (row for row, _ in judged)
-            if name == RANDOM_PROGRAMS and fault is None:
-                self._learned.made += coverage.made
-            not_reached = not_reached or coverage.missing(program)
-            wrong = sorted(
-                (pair for pair in judged if not pair[0].verdict.passes),
-                key=lambda pair: pair[0].verdict is not Verdict.DIVERGED,
-            )
-            bad, actual = wrong[0] if wrong else (None, None)
-            if bad is not None and ways is None and fault is None and _is_a_question(program):
-                ways = self._four_ways(bad, actual)
-            if divergence is None:
-                located = self._located(program, fault, bad)
-                num_values += located.num_values
-                divergence = located.divergence
-                if divergence is not None and not advice:
-                    self._learned.found.setdefault(fault, (program, divergence))
-        verdicts = [row.verdict for row in rows]
-        if divergence is not None and self._certain:
-            verdicts.append(Verdict.DIVERGED)
-        if reason is not None:  # what raised proves nothing of the rows that it did not give
-            verdicts.append(Verdict.INCONCLUSIVE)
-        elif not_reached is not None:
-            verdicts.append(Verdict.VACUOUS)
-        result = result_of(name, worst(verdicts), tuple(rows), reason=reason or not_reached)
-        return dataclasses.replace(
-            result, advice=advice, num_values_compared=num_values, divergence=divergence, four_ways=ways
-        )
+            check.rows += judged.rows
+            check.unreached = check.unreached or judged.coverage.missing(program)
+            self._locate(check, program, fault, judged)
+            if fault is None:
+                self._note(program, judged)
+        return check.result(scenario, is_proof=self._values_are_exact)
 
     def check_fault(self, fault: Fault, programs: Sequence[Scenario], clean_gap: float) -> FaultResult:
         """Plant a fault and say whether the same comparison rejects it, and names the right stage."""
@@ -335,10 +327,10 @@ class Auditor:
             self._uncertified = str(error).splitlines()[0]
             return None
 
-    def see_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
-        """See how the first finding, or else a program without one, and each fault spread."""
-        clean = programs if joined(results).passes else ()
-        self.spreads = spreads_of(self.uncached, self._learned.found, clean)
+    def add_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
+        """Record how the first finding, or else a program without one, and each fault spread."""
+        clean = programs if judge_scenarios(results).passes else ()
+        self.spreads = spreads_of(self.uncached, self._side.found, clean)
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
@@ -346,9 +338,9 @@ class Auditor:
             yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
-        for name, reason in self._learned.without_top.items():
+        for name, reason in self._side.without_exact.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
-        made = self._learned.made
+        made = self._side.made
         if made:
             kinds = ("row", *usable(limits_of(self.subject)))
             listed = [f"{made[kind]} {kind}{'' if made[kind] == 1 else 's'}" for kind in kinds]
@@ -357,33 +349,15 @@ class Auditor:
             yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
 
     def _prepare(self, programs: Iterable[Scenario], jobs: int = 1) -> str | None:
-        """Measure the uncached path on all sequences; return what the decoder raised first, if it did.
-
-        A sequence that cannot be run at all leaves the others as they are. A float64 rung that cannot run what
-        the declared dtype can, for want of memory or of a kernel, is given up.
-        """
+        """Measure the uncached path on all sequences; return what the decoder raised first, if it did."""
         sequences = {sequence for program in programs for sequence in longest_sequences(program)}
-        problem = None
-        ordered = sorted(sequences, key=lambda sequence: (-len(sequence), sequence))
-        for sequence in self.uncached.computed(ordered, jobs):
-            try:
-                self._know(sequence)
-            except SubjectError as error:
-                problem = problem or str(error)
-        return problem
+        return self.uncached.prepare(sequences, jobs)
 
-    def _know(self, sequence: tuple[int, ...]) -> None:
-        try:
-            self.uncached.know([sequence])
-        except SubjectError as error:
-            if self.uncached.top is None:
-                raise
-            self.uncached.declared.literal(sequence)  # raises where float64 is not the cause
-            self.uncached.drop_top(error)
-            self.uncached.know([sequence])
-
-    def _missing(self, programs: Sequence[Scenario]) -> str | None:
-        """Return which abilities the subject lacks for these programs, and why where it says so."""
+    def _why_not(self, programs: Sequence[Scenario]) -> str | None:
+        """Return why these programs cannot be checked, or None: they are skipped, or the subject is not able."""
+        skipped = next((program.skipped for program in programs if program.skipped), None)
+        if skipped is not None:
+            return skipped
         needed = {ability for program in programs for ability in program.needs}
         missing = sorted(needed - set(self.subject.info.abilities), key=lambda ability: ability.value)
         if not missing:
@@ -392,12 +366,32 @@ class Auditor:
         why = f" ({'; '.join(sorted(reasons))})" if reasons else ""
         return f"the subject lacks the ability: {', '.join(a.value for a in missing)}{why}"
 
+    def _note(self, program: Scenario, judged: ProgramRows) -> None:
+        """Keep what the report's notes say of a program without a fault."""
+        if program.name == RANDOM_PROGRAMS:
+            self._side.made += judged.coverage.made
+        if judged.without_exact is not None:
+            self._side.without_exact[program.name] = judged.without_exact
+
     @property
-    def _certain(self) -> bool:
+    def _values_are_exact(self) -> bool:
         """Whether a value that differs on the way is a bug, and not what rounding may do."""
         return Ability.CAST in self.subject.info.abilities
 
-    def _located(self, program: Scenario, fault: Fault | None, bad: RowResult | None) -> Localisation:
+    def _locate(self, check: _Check, program: Scenario, fault: Fault | None, judged: ProgramRows) -> None:
+        """Look for the first wrong value and the wrong side; of the first program that shows one, and no more."""
+        number = judged.worst
+        bad = None if number is None else judged.rows[number]
+        if number is not None and check.four_ways is None and fault is None and _is_worth_confirming(program):
+            check.four_ways = self._four_ways(judged, number)
+        if check.divergence is None:
+            located = self._first_wrong_value(program, fault, bad)
+            check.num_values += located.num_values
+            check.divergence = located.divergence
+            if located.divergence is not None and not program.advice:
+                self._side.found.setdefault(fault, (program, located.divergence))
+
+    def _first_wrong_value(self, program: Scenario, fault: Fault | None, bad: RowResult | None) -> Localisation:
         """Find the first value on the way that is wrong: where a row is, or wherever values can be trusted.
 
         A row that is wrong in the declared dtype alone is looked for there.
@@ -405,15 +399,10 @@ class Auditor:
         nothing = Localisation(divergence=None, num_values=0)
         if Ability.TAP not in self.subject.info.abilities:
             return nothing
-        if bad is None and not (self.all_values and self._certain):
+        if bad is None and not (self.all_values and self._values_are_exact):
             return nothing
         top = self.uncached.exact or self.uncached.top
-        in_declared_only = (
-            bad is not None
-            and bad.verdict is Verdict.DIVERGED
-            and bad.top_gap is not None
-            and bad.top_gap <= STRUCTURAL_FLOOR.value * bad.scale
-        )
+        in_declared = bad is not None and top is not None and is_of_declared_dtype_alone(bad)
         try:
             return localise(
                 self.subject,
@@ -421,91 +410,15 @@ class Auditor:
                 fault=fault,
                 until=None if bad is None or self.all_values else bad.ids,
                 one_pass=self.uncached.reference == "one-pass",
-                rung="declared" if in_declared_only and top is not None else "top",
+                rung="declared" if in_declared else "top",
                 top=None if top is None else top.subject,
-                confirmed=_is_a_question(program),
+                confirmed=_is_worth_confirming(program),
             )
         except SubjectError:  # the finding stands without its place
             return nothing
 
-    def _judged(
-        self, program: Scenario, fault: Fault | None, coverage: Coverage
-    ) -> list[tuple[RowResult, Tensor | None]]:
-        """Run a program and judge its rows; where float64 alone raises, by the declared dtype alone."""
-        try:
-            return list(self._judged_rows(program, fault, self.uncached.rungs, coverage))
-        except SubjectError as error:
-            if self.uncached.top is None:
-                raise
-            coverage.made.clear()  # all of it is done again
-            judged = list(self._judged_rows(program, fault, [self.uncached.declared], coverage))
-            if fault is None:
-                self._learned.without_top[program.name] = str(error).splitlines()[0]
-            return judged
-
-    def _excused(
-        self, judged: list[tuple[RowResult, Tensor | None]], program: Scenario, fault: Fault | None
-    ) -> list[tuple[RowResult, Tensor | None]]:
-        """Call rounding what diverges by no more than tables hold of a lower dtype, if exact tables end it."""
-        wrong = [row for row, _ in judged if row.verdict is Verdict.DIVERGED]
-        level = TABLE_UNITS.value * torch.finfo(getattr(torch, self.subject.info.dtype)).eps
-        small = [
-            row
-            for row in wrong
-            if row.top_gap is not None and STRUCTURAL_FLOOR.value * row.scale < row.top_gap <= level * row.scale
-        ]
-        exact = self.uncached.exact_tables() if wrong and len(small) == len(wrong) else None
-        if exact is None:
-            return judged
-        rung, names = exact
-        try:
-            if not self._agrees(rung, program, fault):
-                return judged
-        except SubjectError:  # what was found stands
-            return judged
-        others = f" and {len(names) - 1} other tables" if len(names) > 1 else ""
-        why = f"the float64 gap goes away once {names[0]}{others} are computed in float64"
-        return [(self.judge.without_tables(row, why) if row in small else row, top) for row, top in judged]
-
-    def _chosen(
-        self, judged: list[tuple[RowResult, Tensor | None]], program: Scenario, fault: Fault | None
-    ) -> list[tuple[RowResult, Tensor | None]]:
-        """Judge rows anew that hang on a discrete choice."""
-        rows = decided(self.uncached, self.judge, program, fault, [row for row, _ in judged])
-        return [(row, top) for row, (_, top) in zip(rows, judged, strict=True)]
-
-    def _agrees(self, rung: Rung, program: Scenario, fault: Fault | None) -> bool:
-        """Run a program at one float64 rung and say whether every row is the uncached one."""
-        for call in run_program(rung.subject, program, plant(fault)):
-            for row in call.rows:
-                gap = gap_between(self.uncached.row_of(rung, row.prefix), row.logits)
-                if not gap.size <= structural_limit(0.0, gap.scale):
-                    return False
-        return True
-
-    def _judged_rows(
-        self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage
-    ) -> Iterator[tuple[RowResult, Tensor | None]]:
-        """Run the cached path at the rungs in step; yield each row's result.
-
-        Its row at the top rung comes with the first of each verdict that is no pass: others are let go at once.
-        """
-        shown: set[Verdict] = set()
-        runs = [
-            # What the rungs do in step is counted once.
-            run_program(rung.subject, program, plant(fault), coverage if first else None)
-            for first, rung in zip((True, *(False,) * len(rungs)), rungs, strict=False)
-        ]
-        for calls in zip(*runs, strict=True):
-            self.uncached.know(row.prefix for row in calls[0].rows)
-            for rows in zip(*(call.rows for call in calls), strict=True):
-                top = rows[1].logits if len(rows) > 1 else None
-                result = self.judge.row(rows[0], top)
-                is_shown = not result.verdict.passes and result.verdict not in shown
-                shown.add(result.verdict)
-                yield result, top if is_shown else None
-
-    def _four_ways(self, bad: RowResult, actual: Tensor | None) -> FourWays | None:
+    def _four_ways(self, judged: ProgramRows, number: int) -> FourWays | None:
+        bad, actual = judged.rows[number], judged.exact_rows.get(number)
         if actual is None or bad.verdict is not Verdict.DIVERGED:
             return None
         try:
@@ -521,6 +434,6 @@ def _place_of(divergence: Divergence) -> str:
     return str(Site(divergence.stage, divergence.layer)) if divergence.stage is not Stage.MODULE else "a module"
 
 
-def _is_a_question(program: Scenario) -> bool:
+def _is_worth_confirming(program: Scenario) -> bool:
     """Return whether it is worth many runs to learn why rows differ: what few bits cost is known beforehand."""
     return program.cache is not CacheKind.QUANTISED

@@ -17,12 +17,13 @@ import torch
 from kvproof._engine.calls import Layout, TracedCall
 from kvproof._engine.localise import AgainstTheRun, compared, traced_calls
 from kvproof._engine.programs import Row, run_program
+from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
-from kvproof._engine.verdict_rules import Evidence, judge
+from kvproof._engine.verdict_rules import judge
 from kvproof._numerics.gaps import gap_between, largest
-from kvproof._system.forked import in_processes
+from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, FaultResult, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
@@ -59,7 +60,7 @@ class Certifier:
 
     def __init__(self, uncached: Uncached, tolerance: Tolerance, sequence: Prefix, other: Prefix) -> None:
         self.uncached = uncached
-        self.tolerance = tolerance
+        self._evidence = RowEvidence(uncached.declared.subject, tolerance, uncached)
         self.rung: Rung = uncached.exact or uncached.top or uncached.declared
         self.site = probe(self.rung.subject, sequence, other)
         self.programs: dict[tuple[str, int], Scenario] = {}
@@ -91,7 +92,7 @@ class Certifier:
         names = [f"smallest change seen in {rung.subject.info.dtype}" for rung in rungs]
         names += [f"fault {placed[0].name}" for placed in planted]
         parts: list[_Part] = []
-        running = in_processes(run_part, len(names), jobs)
+        running = map_in_processes(run_part, len(names), jobs)
         for name in names:
             on_part(name)
             parts.append(next(running))
@@ -103,7 +104,7 @@ class Certifier:
         return Certificate(
             dtype=self.rung.subject.info.dtype,
             sequence=self.site.sequence,
-            mutants=tuple(results),
+            faults=tuple(results),
             not_planted=tuple(sorted(not_planted, key=lambda left_out: order[left_out.fault])),
             clean_gap=clean,
             margin=min(caught) / max(clean, 2.0**-53) if caught else None,
@@ -200,6 +201,12 @@ class Certifier:
             right_stage=None if trial.site is None else fault.must_show_at(trial.site.stage, trial.site.layer),
             gap=trial.gap,
             reason=trial.reason,
+            verdict=None,
+            largest_gap=None,
+            tolerance=None,
+            num_rows_beyond=None,
+            margin=None,
+            divergence=None,
         )
 
     def _trial(self, fault: Fault) -> _Trial:
@@ -267,21 +274,8 @@ class Certifier:
 
     def _is_beyond_rounding(self, row: Row) -> bool:
         """Return whether a row would be wrong in the declared dtype if there were no gap in float64."""
-        expected, truth = self.uncached.row(row.prefix), self.uncached.row_of(self.rung, row.prefix)
-        gap = gap_between(expected, row.logits)
-        evidence = Evidence(
-            gap=gap.size,
-            allowed=self.tolerance.allowed(gap.scale),
-            noise=self.uncached.noise(len(row.prefix)),
-            top_gap=0.0,
-            top_noise=0.0,
-            top_scale=gap.scale,
-            uncached_error=self.uncached.error(len(row.prefix)),
-            cached_error=gap_between(truth, row.logits).size,
-        )
-        if evidence.hangs_on_sampling and self.uncached.top is not None:
-            evidence = dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(row.prefix))
-        return not judge(evidence)[0].passes
+        truth = self.uncached.row_of(self.rung, row.prefix)
+        return not judge(self._evidence.in_declared_dtype(row, truth))[0].passes
 
 
 def _bisect(seen: Callable[[float], bool], least: float) -> float | None:

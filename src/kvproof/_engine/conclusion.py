@@ -1,32 +1,14 @@
-"""What all scenarios together come to: an audit's verdict, and the sentence that says it."""
+"""What an audit comes to, in a sentence; the verdict itself is decided in `verdict_rules`."""
 
 import dataclasses
 from collections.abc import Sequence
 
+from kvproof._engine.verdict_rules import CAUSALITY
 from kvproof._numerics.gaps import largest
-from kvproof.contract.results import Certificate, RowResult, ScenarioResult, Verdict, worst
-
-#: The check that comes before every scenario where rows are taken from one pass.
-CAUSALITY = "causality"
+from kvproof.contract.results import Certificate, RowResult, ScenarioResult, Verdict
 
 
-def joined(results: Sequence[ScenarioResult]) -> Verdict:
-    """Join what counts; causality alone, with no scenario checked, shows nothing of a cache."""
-    counted = [result for result in results if not result.advice]
-    verdicts = [result.verdict for result in counted if result.name != CAUSALITY]
-    causality = [result.verdict for result in counted if result.name == CAUSALITY]
-    if worst(verdicts) is Verdict.NOT_CHECKED and worst(causality).passes:
-        return Verdict.NOT_CHECKED
-    return worst(verdicts + causality)
-
-
-def verdict_of(results: Sequence[ScenarioResult], certificate: Certificate | None) -> Verdict:
-    """Join what counts with what the certificate could not show."""
-    problem = certificate is not None and certificate.problem is not None
-    return worst([joined(results), *((Verdict.VACUOUS,) if problem else ())])
-
-
-def summary_of(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
+def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
     """Return in one sentence what was found, or how much was compared."""
     causality = next((result for result in results if result.name == CAUSALITY), None)
     results = [result for result in results if not result.advice and result is not causality]
@@ -44,12 +26,15 @@ def summary_of(verdict: Verdict, results: Sequence[ScenarioResult], certificate:
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
     if certificate is not None and certificate.problem is not None:
-        return f"Not shown: {text}, and {certificate.problem}."
+        return f"Could not decide: {text}, but {certificate.problem}."
+    if not compared:
+        reason = next((result.reason for result in results if result.reason), "no scenario gave a row")
+        return f"Could not decide: no prefix could be compared: {reason}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
-    return f"Not shown: {text}, verdict {verdict.value}{look}."
+    return f"Could not decide: {text}, verdict {verdict.value}{look}."
 
 
-def result_of(
+def scenario_result(
     name: str, verdict: Verdict, rows: tuple[RowResult, ...], *, reason: str | None = None
 ) -> ScenarioResult:
     """Return what a scenario came to by its rows alone."""
@@ -68,4 +53,4 @@ def result_of(
 
 def empty_result(name: str, verdict: Verdict, reason: str, *, advice: bool) -> ScenarioResult:
     """Return the result of a scenario that gave no row, and why."""
-    return dataclasses.replace(result_of(name, verdict, (), reason=reason), advice=advice)
+    return dataclasses.replace(scenario_result(name, verdict, (), reason=reason), advice=advice)

@@ -14,7 +14,6 @@ sparse attention takes of them is not forced. Rows of ``generate()`` stay with r
 """
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,74 +21,67 @@ from torch import Tensor
 
 from kvproof._engine.calls import Layout, Token
 from kvproof._engine.programs import Call, run_program
-from kvproof._engine.row_judge import RowJudge
+from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import Uncached
-from kvproof._numerics.tolerances import ROUNDING_FACTOR, structural_limit
+from kvproof._engine.verdict_rules import explains_error, is_near_tie, may_come_from_choices
+from kvproof._numerics.gaps import first_of_largest
 from kvproof._numerics.top_k import Choice, Choices
-from kvproof.contract.results import RowResult, Verdict
+from kvproof.contract.results import ChoiceFlip, RowResult
 from kvproof.faults import Fault, plant
 from kvproof.scenarios import Generate, Scenario
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    """One choice that the cached path would make otherwise, though all before it were made alike."""
+class _FlipAt:
+    """A choice that the cached path makes otherwise, and the tokens up to it: rows after them may have moved."""
 
-    prefix: Prefix  #: of the token whose choice it is
-    number: int  #: of the top-k within the forward
-    taken: int
-    left: int  #: what the uncached path takes instead
-    margin: float  #: by which the uncached path's scores of the two differ
-    error: float  #: how far rounding moves these scores
-
-    @property
-    def is_near(self) -> bool:
-        """Whether rounding of both scores, by both paths, may decide it."""
-        return self.margin <= 2 * ROUNDING_FACTOR.value * self.error
-
-    def __str__(self) -> str:
-        how = "an exact tie" if self.margin == 0 else f"by scores that differ by {self.margin:.2e}"
-        return (
-            f"top-k {self.number + 1} of position {len(self.prefix) - 1} takes {self.taken} where the uncached "
-            f"path takes {self.left}, {how}, and rounding moves them by {self.error:.2e}"
-        )
+    prefix: Prefix
+    flip: ChoiceFlip
 
 
-def decided(
-    uncached: Uncached, judge: RowJudge, program: Scenario, fault: Fault | None, rows: Sequence[RowResult]
+def rejudge_expert_ties(
+    uncached: Uncached,
+    evidence: RowEvidence,
+    program: Scenario,
+    fault: Fault | None,
+    rows: Sequence[RowResult],
 ) -> list[RowResult]:
-    """Return a program's rows, those judged anew that a choice of experts may have moved."""
+    """Return a program's rows; those that a choice of experts may have moved are judged again."""
     through_generate = any(isinstance(operation, Generate) for operation in program.operations)
-    hanging = [n for n, row in enumerate(rows) if not through_generate and _is_in_doubt(uncached, row)]
-    if not hanging:
+    doubtful = [n for n, row in enumerate(rows) if not through_generate and _is_doubtful(uncached, row)]
+    if not doubtful:
         return list(rows)
-    alike = _Alike(uncached, program, fault)
-    if not alike.chooses:
+    run = _ForcedRun(uncached, program, fault)
+    if not run.chooses:
         return list(rows)
-    logits, flips = alike.run(hanging)
+    logits, flips = run.rows(doubtful)
     result = list(rows)
-    for number in hanging:
+    for number in doubtful:
         ids = rows[number].ids
-        felt = [flip for flip in flips if ids[: len(flip.prefix)] == flip.prefix]
-        wide = next((flip for flip in felt if not flip.is_near), None)
-        shown = wide or max(felt, key=lambda flip: flip.margin, default=None)
-        why = "" if shown is None else str(shown)
-        result[number] = judge.as_chosen(rows[number], logits[number], why=why, may_be_rounding=wide is None)
+        before = [each.flip for each in flips if ids[: len(each.prefix)] == each.prefix]
+        result[number] = evidence.add_choices(rows[number], logits[number], _clearest(before))
     return result
 
 
-def _is_in_doubt(uncached: Uncached, row: RowResult) -> bool:
+def _clearest(flips: Sequence[ChoiceFlip]) -> ChoiceFlip | None:
+    """Return the first choice that no rounding decides, else the one whose scores differ most.
+
+    Of those that differ as much, but for what rounding moves the scores by, it is the earliest.
+    """
+    wide = next((flip for flip in flips if not is_near_tie(flip)), None)
+    if wide is not None or not flips:
+        return wide
+    return flips[first_of_largest([flip.margin for flip in flips], max(flip.error for flip in flips))]
+
+
+def _is_doubtful(uncached: Uncached, row: RowResult) -> bool:
     """Return whether a choice may have moved a row: its error is more than the same choices explain."""
-    if row.verdict not in (Verdict.ROUNDING, Verdict.DIVERGED) or not math.isfinite(row.gap):
+    if not may_come_from_choices(row.evidence):
         return False
-    if row.top_gap is None or row.top_noise is None or row.cached_error is None:
+    if not any(choice is not None for choice in uncached.choices(uncached.source_sequence(row.ids))):
         return False
-    if row.top_gap > structural_limit(row.top_noise, row.scale):
-        return False  # what float64 shows is no matter of choice
-    if not any(choice is not None for choice in uncached.choices(uncached.home(row.ids))):
-        return False
-    return not row.cached_error <= ROUNDING_FACTOR.value * uncached.error_as_chosen(row.ids)
+    return not explains_error(row.evidence, uncached.error_with_choices(row.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +90,12 @@ class _Pair:
 
     token: Token
     number: int  #: of the top-k within the forward
-    mine: slice  #: its part of the call's choice
-    other: Choice
-    its: slice  #: its part of the uncached path's
+    in_call: slice  #: the token's part of the call's choice
+    choice: Choice  #: the uncached path's
+    in_uncached: slice  #: the token's part of that
 
 
-class _Alike:
+class _ForcedRun:
     """A program in the declared dtype, with every token getting the experts that it gets in the uncached path."""
 
     def __init__(self, uncached: Uncached, program: Scenario, fault: Fault | None) -> None:
@@ -113,17 +105,17 @@ class _Alike:
         self._forced = [self._as_uncached(call, made) for call, made in self._calls(())]
         self.chooses = any(taken is not None for forced in self._forced for taken in forced)
 
-    def run(self, wanted: Collection[int]) -> tuple[dict[int, Tensor], list[Flip]]:
+    def rows(self, wanted: Collection[int]) -> tuple[dict[int, Tensor], list[_FlipAt]]:
         """Return the rows of these numbers, and all that would have been chosen otherwise."""
         logits: dict[int, Tensor] = {}
-        flips: list[Flip] = []
+        flips: list[_FlipAt] = []
         num_rows = 0
         for call, made in self._calls(self._forced):
-            rows = enumerate(call.rows, num_rows)
-            logits |= {number: row.logits for number, row in rows if number in wanted}
+            numbered = enumerate(call.rows, num_rows)
+            logits |= {number: row.logits for number, row in numbered if number in wanted}
             num_rows += len(call.rows)
             for pair in self._pairs(call, made):
-                flips += _flips(pair, made[pair.number].own[pair.mine])
+                flips += _flips(pair, made[pair.number].own[pair.in_call])
         return logits, flips
 
     def _calls(self, forced: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[Call, list[Choice]]]:
@@ -142,7 +134,7 @@ class _Alike:
         for pair in self._pairs(call, made):
             target = forced[pair.number]
             target = made[pair.number].taken.clone() if target is None else target
-            target[pair.mine] = pair.other.taken[pair.its]
+            target[pair.in_call] = pair.choice.taken[pair.in_uncached]
             forced[pair.number] = target
         return forced
 
@@ -151,7 +143,7 @@ class _Alike:
         layout = Layout.of(call.rows, {})
         num_tokens = layout.num_new * (1 + max(layout.ends))
         for token in layout.tokens:
-            choices = self.uncached.choices(self.uncached.home(token.prefix))
+            choices = self.uncached.choices(self.uncached.source_sequence(token.prefix))
             if len(choices) != len(made):
                 return
             for number, (own, other) in enumerate(zip(made, choices, strict=True)):
@@ -159,27 +151,29 @@ class _Alike:
                 if other is None or rest or not own.is_of_the_same_kind(other):
                     continue
                 start, there = (token.batch_row * layout.num_new + token.offset) * groups, len(token.prefix) - 1
-                mine, its = slice(start, start + groups), slice(there * groups, (there + 1) * groups)
-                if len(other.taken[its]) == groups:
-                    yield _Pair(token, number, mine, other, its)
+                in_call = slice(start, start + groups)
+                in_uncached = slice(there * groups, (there + 1) * groups)
+                if len(other.taken[in_uncached]) == groups:
+                    yield _Pair(token, number, in_call, other, in_uncached)
 
 
-def _flips(pair: _Pair, own: Tensor) -> Iterator[Flip]:
+def _flips(pair: _Pair, own: Tensor) -> Iterator[_FlipAt]:
     """Yield each of a token's groups of which the cached path would take others, with the two furthest apart."""
-    other, its = pair.other, pair.its
-    for scores, left, mine in zip(
-        other.scores[its].tolist(), other.taken[its].tolist(), own.tolist(), strict=True
+    choice, part = pair.choice, pair.in_uncached
+    for scores, uncached, cached in zip(
+        choice.scores[part].tolist(), choice.taken[part].tolist(), own.tolist(), strict=True
     ):
-        swaps = itertools.product(set(left) - set(mine), set(mine) - set(left))
-        margin, best, worst = max(
-            ((abs(scores[a] - scores[b]), a, b) for a, b in swaps), default=(0.0, None, None)
-        )
-        if best is not None and worst is not None:
-            yield Flip(
-                prefix=pair.token.prefix,
+        rejects, takes = sorted(set(uncached) - set(cached)), sorted(set(cached) - set(uncached))
+        swaps = list(itertools.product(rejects, takes))
+        if swaps:
+            margins = [abs(scores[rejected] - scores[taken]) for rejected, taken in swaps]
+            rejected, taken = swaps[first_of_largest(margins, choice.error)]
+            flip = ChoiceFlip(
+                position=len(pair.token.prefix) - 1,
                 number=pair.number,
-                taken=worst,
-                left=best,
-                margin=margin,
-                error=other.error,
+                taken=taken,
+                rejected=rejected,
+                margin=max(margins),
+                error=choice.error,
             )
+            yield _FlipAt(prefix=pair.token.prefix, flip=flip)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import Uncached
+from kvproof._engine.verdict_rules import are_equal_in_float64
 from kvproof._numerics.gaps import gap_between
-from kvproof._numerics.tolerances import structural_limit
 from kvproof.contract.results import FourWays
 from kvproof.errors import KvproofError
 from kvproof.subjects import Subject
 
-_LITERAL, _ONE_PASS, _FRESH, _STEPPING = "literal", "one-pass", "fresh cache, one call", "fresh cache, stepping"
+_LITERAL, _ONE_PASS, _FRESH, _STEPPING = "literal", "one-pass", "fresh cache in one call", "fresh cache in steps"
 _UNCACHED = (_LITERAL, _ONE_PASS)
 
 
@@ -31,7 +31,7 @@ def four_ways(uncached: Uncached, prefix: Prefix, actual: Tensor) -> FourWays | 
     for name, row in (*_ways(uncached, prefix), ("this scenario", actual)):
         for names, first in groups:
             gap = gap_between(first, row)
-            if gap.size <= structural_limit(0.0, gap.scale):
+            if are_equal_in_float64(gap):
                 names.append(name)
                 break
         else:
@@ -79,10 +79,15 @@ def _plain(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _sentence(groups: list[tuple[str, ...]], suspect: str | None) -> str:
-    listed = "; ".join(" = ".join(names) for names in groups)
     if len(groups) == 1:
-        return f"in float64 all ways give this row the same: {listed}"
+        return f"in float64 all ways of computing this row agree: {', '.join(groups[0])}"
     if suspect is None:
-        return f"no way stands alone, so which side is wrong cannot be told by counting: {listed}"
+        listed = "; ".join(" = ".join(names) for names in groups)
+        return f"the ways of computing this row do not tell which side is wrong: {listed}"
     side = "the uncached path" if suspect in _UNCACHED else "the cached path"
-    return f"the suspect is {side}: {suspect!r} stands alone ({listed})"
+    agreeing, *others = groups
+    like = [name for names in others for name in names if name != suspect]
+    return (
+        f"{side} is the suspect: {len(agreeing)} other ways of computing this row agree "
+        f"({', '.join(agreeing)}); only {' and '.join([suspect, *like])} differ{'' if like else 's'}"
+    )

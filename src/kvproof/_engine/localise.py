@@ -36,7 +36,7 @@ from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, Trace, Unc
 from kvproof._numerics.gaps import Gap, gap_between, is_within, largest
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import POINTER_FACTOR, TOP_RUNG
-from kvproof.contract.results import Divergence
+from kvproof.contract.results import Divergence, Localisation
 from kvproof.contract.stages import (
     LIKELY_CONTRACT,
     OVER_SLOTS,
@@ -56,14 +56,6 @@ from kvproof.subjects import Session, Subject
 ValueRung = Literal["top", "declared"]
 
 _HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS, Stage.ATTN_MIX}) | OVER_SLOTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Localisation:
-    """The first mismatch, or none, and how many values were compared to say so."""
-
-    divergence: Divergence | None
-    num_values: int
 
 
 def localise(
@@ -127,7 +119,7 @@ class _Search:
         self.until = until
         self.num_values = 0
         self.logits_differ = until is not None
-        self.fault = fault
+        self._fault = fault
         self._script = Script(judge.runs)
         self._newest = 0  #: the call in which a mismatch was found last: before it there is none
         self._last: int | None = None  #: the call that holds the row known to be wrong
@@ -185,7 +177,7 @@ class _Search:
         """Run the program on the cached path and yield each call's number, rows, and every value it computed."""
         runs, is_first = self.judge.runs, not causes
         put_at = {site for cause in causes for site in cause.put_at}
-        planting = plant(self.fault).under(self._script.wrapper(put_at))
+        planting = plant(self._fault).under(self._script.wrapper(put_at))
         for number, call in enumerate(run_program(runs.subject, self.scenario, planting)):
             assert isinstance(call.tap, ScriptedTap)
             trace = call.tap.take()
@@ -300,7 +292,9 @@ def compared(
 def _beyond(comparison: Comparison, limit: float) -> _Mismatch | None:
     if is_within(comparison.expected, comparison.actual, limit):  # of thousands of values nearly all are
         return None
-    gap = gap_between(comparison.expected, comparison.actual)
+    # Of weights, which have heads before slots, the earliest slot is named, as in a cache.
+    slots = 1 if comparison.site.stage is Stage.ATTN_WEIGHTS else 0
+    gap = gap_between(comparison.expected, comparison.actual, first_axis=slots)
     if gap.size <= limit:
         return None
     if comparison.site.stage in OVER_SLOTS:

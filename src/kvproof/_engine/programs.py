@@ -80,7 +80,7 @@ def run_program(
     an `Extend`: the program continues from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
-    for call in _Run(subject, scenario, Planting() if planting is None else planting, coverage).calls(prompted):
+    for call in _Run(subject, scenario, planting or Planting(), coverage).calls(prompted):
         coverage.lengths.update(len(row.prefix) for row in call.rows)
         coverage.made["row"] += len(call.rows)
         yield call

@@ -24,7 +24,7 @@ from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.random_rounding import RandomRounding
 from kvproof._numerics.tolerances import NUM_SAMPLES, TOP_RUNG
 from kvproof._numerics.top_k import Choice, Choices
-from kvproof._system.forked import in_processes
+from kvproof._system.pool import map_in_processes
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
 from kvproof.scenarios import Ability
@@ -85,8 +85,8 @@ class Uncached:
         self._sampled: dict[tuple[Prefix, bool], list[float]] = {}
         self._choices: dict[Prefix, list[Choice | None]] = {}
         self._no_choices = False
-        self._as_chosen: Rung | None = None
-        self._errors_as_chosen: dict[Prefix, list[float]] = {}
+        self._rung_with_choices: Rung | None = None
+        self._errors_with_choices: dict[Prefix, list[float]] = {}
         self._exact: tuple[Rung, tuple[str, ...]] | None = None
         self._tried_tables = False
 
@@ -99,7 +99,7 @@ class Uncached:
         """Go on without float64, and remember why."""
         self.top, self.no_top_reason = None, str(error).splitlines()[0]
 
-    def know(self, sequences: Iterable[Prefix]) -> None:
+    def measure(self, sequences: Iterable[Prefix]) -> None:
         """Measure what is not yet known of these sequences, the longest first, so that they share passes.
 
         Raises `SubjectError` where the decoder does; the sequence is then still unknown.
@@ -116,10 +116,36 @@ class Uncached:
                 del self.both_ways[num_measured:]
                 raise
 
-    def computed(self, sequences: Sequence[Prefix], jobs: int) -> Iterator[Prefix]:
-        """Yield sequences, the longest first, each with the rows computed that `know` will ask for.
+    def prepare(self, sequences: Iterable[Prefix], jobs: int = 1) -> str | None:
+        """Measure these sequences, the longest first; return what the decoder raised first, if it did.
 
-        So many processes compute them; one computes none, for `know` will. What raises there raises again here.
+        ``jobs`` processes compute their rows. A sequence that cannot be run at all leaves the others as they
+        are. A float64 rung that cannot run what the declared dtype can, for want of memory or of a kernel, is
+        given up.
+        """
+        problem = None
+        for sequence in self.precompute(sorted(sequences, key=lambda s: (-len(s), s)), jobs):
+            try:
+                self._measure_or_drop_top(sequence)
+            except SubjectError as error:
+                problem = problem or str(error)
+        return problem
+
+    def _measure_or_drop_top(self, sequence: Prefix) -> None:
+        try:
+            self.measure([sequence])
+        except SubjectError as error:
+            if self.top is None:
+                raise
+            self.declared.literal(sequence)  # raises where float64 is not the cause
+            self.drop_top(error)
+            self.measure([sequence])
+
+    def precompute(self, sequences: Sequence[Prefix], jobs: int) -> Iterator[Prefix]:
+        """Yield sequences, the longest first, each with the rows computed that `measure` will ask for.
+
+        ``jobs`` processes compute them; one computes none, because `measure` does. What raises there raises
+        again here.
         """
         longer = {s: sequences[:place] for place, s in enumerate(sequences)}
         alone = [s for s in sequences if not any(o[: len(s)] == s for o in (*self._sequences, *longer[s]))]
@@ -131,7 +157,7 @@ class Uncached:
                 self._measure(alone[number], is_first=is_first and number == 0)
             return [rung.computed_since(blocks) for rung, blocks in zip(self.rungs, known, strict=True)]
 
-        found = in_processes(work, len(alone), jobs) if jobs > 1 else None
+        found = map_in_processes(work, len(alone), jobs) if jobs > 1 else None
         for sequence in sequences:
             if found is not None and sequence in alone:
                 for rung, blocks in zip(self.rungs, next(found), strict=False):  # the top rung may be given up
@@ -156,25 +182,27 @@ class Uncached:
         """Return the uncached path's largest error against float64 at this length or a shorter one."""
         return self._errors[min(length, len(self._errors) - 1)]
 
-    def sampled_error(self, prefix: Prefix, *, as_chosen: bool = False) -> float:
+    def sampled_error(self, prefix: Prefix, *, with_choices: bool = False) -> float:
         """Return how far random rounding in the declared dtype moves this row or a shorter one from float64.
 
-        With ``as_chosen`` it moves no discrete choice: all take what the pass in the declared dtype takes.
+        With ``with_choices`` it moves no discrete choice: all take what the pass in the declared dtype takes.
         """
         assert self.top is not None
         home = (self._home(prefix) or prefix)[: -(-len(prefix) // SAMPLED_LEN) * SAMPLED_LEN]
-        if (home, as_chosen) not in self._sampled:
-            taken = self._taken(home) if as_chosen else ()
+        if (home, with_choices) not in self._sampled:
+            taken = self._taken(home) if with_choices else ()
             errors = [0.0] * (len(home) + 1)
             for seed in range(int(NUM_SAMPLES.value)):
                 moved, rounding = Rung(self.top.subject), RandomRounding(self._dtype, seed)
                 for length in range(1, len(home) + 1):
                     with Choices(taken), rounding:
                         row = moved.one_pass(home, length)
-                    true = self.as_chosen(home, length) if as_chosen else self.row(home[:length], top=True)
+                    true = (
+                        self.row_with_choices(home, length) if with_choices else self.row(home[:length], top=True)
+                    )
                     errors[length] = largest((gap_between(true, row).size, errors[length]))
-            self._sampled[home, as_chosen] = _running(errors)
-        return self._sampled[home, as_chosen][len(prefix)]
+            self._sampled[home, with_choices] = _running(errors)
+        return self._sampled[home, with_choices][len(prefix)]
 
     def choices(self, ids: Prefix) -> list[Choice | None]:
         """Return what each top-k of the pass over these tokens takes in the declared dtype, among experts.
@@ -198,22 +226,24 @@ class Uncached:
             ]
         return self._choices[ids]
 
-    def error_as_chosen(self, prefix: Prefix) -> float:
+    def error_with_choices(self, prefix: Prefix) -> float:
         """Return the uncached path's largest error up to this row, against float64 with the same choices."""
-        home = self.home(prefix)
-        if home not in self._errors_as_chosen:
+        home = self.source_sequence(prefix)
+        if home not in self._errors_with_choices:
             lengths = range(1, len(home) + 1)
-            rows = ((self.as_chosen(home, length), self.row(home[:length])) for length in lengths)
-            self._errors_as_chosen[home] = _running([0.0, *(gap_between(true, own).size for true, own in rows)])
-        return self._errors_as_chosen[home][len(prefix)]
+            rows = ((self.row_with_choices(home, length), self.row(home[:length])) for length in lengths)
+            self._errors_with_choices[home] = _running(
+                [0.0, *(gap_between(true, own).size for true, own in rows)]
+            )
+        return self._errors_with_choices[home][len(prefix)]
 
-    def as_chosen(self, ids: Prefix, length: int) -> Tensor:
+    def row_with_choices(self, ids: Prefix, length: int) -> Tensor:
         """Return the float64 row after so many of these tokens, with the choices of the declared dtype's pass."""
         assert self.top is not None
-        if self._as_chosen is None:
-            self._as_chosen = Rung(self.top.subject)
+        if self._rung_with_choices is None:
+            self._rung_with_choices = Rung(self.top.subject)
         with Choices(self._taken(ids)):
-            return self._as_chosen.one_pass(ids, length)
+            return self._rung_with_choices.one_pass(ids, length)
 
     def _taken(self, ids: Prefix) -> list[Tensor | None]:
         return [None if choice is None else choice.taken for choice in self.choices(ids)]
@@ -240,7 +270,7 @@ class Uncached:
         home = self._home(prefix) if self.reference == "one-pass" else None
         return rung.literal(prefix) if home is None else rung.one_pass(home, len(prefix))
 
-    def home(self, prefix: Prefix) -> Prefix:
+    def source_sequence(self, prefix: Prefix) -> Prefix:
         """Return the tokens of the pass that a prefix's row is taken from."""
         return (self._home(prefix) if self.reference == "one-pass" else None) or prefix
 

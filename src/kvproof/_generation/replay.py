@@ -1,7 +1,6 @@
 """Replay: every line of a ledger re-derived through both paths, and the first that fails named."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,37 +18,13 @@ from kvproof._numerics.digests import row_digest
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.tolerances import ROUNDING_FACTOR, declared_tolerance
 from kvproof._system.machine import environment
-from kvproof.contract.ledger import End, Entry, Header, Run, Step, StopReason
+from kvproof.contract.ledger import End, Entry, Header, LineProblem, ReplayResult, Run, Step, StopReason
 from kvproof.contract.results import Tolerance
 from kvproof.contract.text import printable
 from kvproof.errors import LedgerError, SessionError, SubjectError, UsageError
 from kvproof.policies import Sample
 from kvproof.subjects import Subject, as_subject
 from kvproof.subjects._base import check_context, check_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineProblem:
-    """What a line records, and what follows from the lines before it and the model."""
-
-    line: int  #: counts from 1, as an editor does; the header is line 1
-    member: str
-    recorded: str
-    derived: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.member} is {self.recorded}, and {self.derived} follows"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayResult:
-    """Whether a record holds. ``bit_identical`` tells whether every logits row came out to the last bit."""
-
-    num_lines: int
-    problem: LineProblem | None
-    bit_identical: bool
-    same_environment: bool
-    elsewhere: tuple[str, ...]  #: what the record was made with that is not so here, in words
 
 
 def replay(

@@ -16,8 +16,9 @@ from kvproof._generation.choosing import NUM_TOP, Choice, choose, new_generator,
 from kvproof._numerics.digests import row_digest
 from kvproof._numerics.gaps import gap_between
 from kvproof._system.files import LineFile, write_whole
-from kvproof._system.machine import environment, undivided
+from kvproof._system.machine import delay_interrupt, environment
 from kvproof.contract.ledger import (
+    LEDGER_MINOR,
     LEDGER_VERSION,
     End,
     Entry,
@@ -187,7 +188,7 @@ class Request:
             self._finish(None, str(refusal))
             return
         step = self._record(row, other)
-        with undivided():
+        with delay_interrupt():
             self.steps.append(step)
             self.ids.append(step.chosen)
             if self.rows is not None:
@@ -233,6 +234,7 @@ class Request:
         info = self.subject.info
         return Header(
             ledger_version=LEDGER_VERSION,
+            ledger_minor=LEDGER_MINOR,
             subject=info.name,
             subject_digest=info.digest,
             subject_seed=self.subject.seed,
@@ -286,7 +288,7 @@ class Request:
     def _finish(self, reason: StopReason | None, problem: str | None) -> None:
         text = ended_text(self.subject, self.prompt, self.ids[len(self.prompt) :], self.stops, reason)
         end = End(stop_reason=reason, problem=problem, tokens=self.subject.decode(self.ids), text=text)
-        with undivided():
+        with delay_interrupt():
             self.end = end
             self._write(end)
         self.close()

@@ -1,7 +1,12 @@
-"""How far two values are apart. The tensors are walked once; what follows is a rule over a few numbers."""
+"""How far two values are apart, and where. The tensors are walked once; the rest are rules over a few numbers.
+
+A size is the largest there is. A place is the earliest at which the difference is that large, or so nearly that
+rounding alone may have decided: of two differences that are equal by algebra one processor makes the first
+larger, another the second, and a finding must name the same place on both.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The largest absolute difference of two values, and where it stands.
+    """The largest absolute difference of two values, and the earliest place at which it stands.
 
     ``size`` is NaN where both sides are NaN at the same place, and infinite where one side alone is not
     finite or the two hold different infinities. Equal infinities differ by nothing.
@@ -21,28 +26,59 @@ class Gap:
     scale: float  #: the expected value's largest finite magnitude
 
 
-def gap_between(expected: Tensor, actual: Tensor) -> Gap:
-    """Compare two tensors of one shape in float64, every entry; raise `ValueError` if the shapes differ."""
+#: Two differences are the same where rounding may have parted them: by so many units of the coarser dtype's, …
+_ALIKE_UNITS = 4.0
+#: … of float64 by the part of the magnitude that is taken for rounding there (`STRUCTURAL_FLOOR`), …
+_ALIKE_FLOAT64 = 2.0**-30
+#: … and never by more than this part of the larger: where rounding is all there is, what differs is named still.
+_ALIKE_PART = 2.0**-3
+
+
+def gap_between(expected: Tensor, actual: Tensor, *, first_axis: int = 0) -> Gap:
+    """Compare two tensors of one shape in float64, every entry; raise `ValueError` if the shapes differ.
+
+    Among differences that are the same but for rounding, the earliest is named: first along ``first_axis``, then
+    along the others in turn.
+    """
     if expected.shape != actual.shape:
         raise ValueError(f"shapes differ: {tuple(expected.shape)} and {tuple(actual.shape)}")
     if expected.numel() == 0:
         return Gap(size=0.0, index=(), scale=0.0)
     e, a = expected.detach().to(torch.float64), actual.detach().to(torch.float64)
     difference = (e - a).abs()
-    flat, size = _largest_entry(difference)
+    size = float(difference.max())
     if not math.isfinite(size):  # NaN counts as the largest entry, so nothing else hides one
         difference = _ranked(e, a, difference)
-        flat, size = _largest_entry(difference)
+        size = float(difference.max())
+        least = size
         e = torch.where(e.isfinite(), e, 0.0)
         if size == _BOTH_NAN and bool((expected.isnan() & actual.isnan()).any()):
             size = math.nan
-    return Gap(size=size, index=_unravelled(flat, difference.shape), scale=float(e.abs().max()))
+    scale = float(e.abs().max())
+    if math.isfinite(size):
+        unit = max(_rounding_part(expected.dtype), _rounding_part(actual.dtype))
+        least = size - min(unit * (scale + size), _ALIKE_PART * size)  # neither value is larger than their sum
+    return Gap(size=size, index=_first(difference >= least, first_axis), scale=scale)
 
 
-def _largest_entry(value: Tensor) -> tuple[int, float]:
-    """Return the flat position of the largest entry, and the entry."""
-    flat = int(value.argmax())
-    return flat, float(value.flatten()[flat])
+def first_of_largest(sizes: Sequence[float], within: float) -> int:
+    """Return the place of the first of some sizes that is the largest, or less by no more than ``within``."""
+    least = max(sizes) - within
+    return next(place for place, size in enumerate(sizes) if size >= least)
+
+
+def _rounding_part(dtype: torch.dtype) -> float:
+    """Return the part of their magnitude by which rounding may move values of a dtype."""
+    return max(_ALIKE_FLOAT64, _ALIKE_UNITS * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def _first(among: Tensor, first_axis: int) -> tuple[int, ...]:
+    """Return the index of the first true entry, which there is, with one axis before all others."""
+    ordered = among.movedim(first_axis, 0) if first_axis else among
+    index = list(_unravelled(int(ordered.flatten().to(torch.uint8).argmax()), ordered.shape))
+    if first_axis:
+        index.insert(first_axis, index.pop(0))
+    return tuple(index)
 
 
 def is_within(expected: Tensor, actual: Tensor, limit: float) -> bool:

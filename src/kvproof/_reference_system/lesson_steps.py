@@ -13,7 +13,7 @@ from kvproof._generation.requests import first_difference, generate
 from kvproof._numerics.gaps import gap_between
 from kvproof._numerics.taps import token_axis
 from kvproof._reference_system.milestone import TOLERANCE
-from kvproof._system.machine import environment, one_thread
+from kvproof._system.machine import environment, use_one_thread
 from kvproof.contract.ledger import Run
 from kvproof.contract.lesson import Kept, Lesson, LessonStep, LessonValue, Numbers, Walk
 from kvproof.contract.stages import Site, Stage
@@ -70,7 +70,7 @@ def walk(checkpoint: Checkpoint, on_stage: Callable[[str], None] = lambda name: 
     if subject.info.vocab_size != len(VOCABULARY):
         raise UsageError("the lesson walks the reference system's own decoder, of eight tokens")
     decoder = checkpoint.decoder
-    with one_thread():
+    with use_one_thread():
         return Lesson(
             environment=environment(),
             seed=checkpoint.seed,

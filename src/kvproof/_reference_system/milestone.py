@@ -13,7 +13,7 @@ from kvproof._generation.replay import replay
 from kvproof._generation.requests import first_difference, generate
 from kvproof._numerics.digests import weights_digest
 from kvproof._reference_system.refusals import try_refusals
-from kvproof._system.machine import one_thread
+from kvproof._system.machine import use_one_thread
 from kvproof.contract.ledger import Run
 from kvproof.contract.milestone import (
     SWITCHES,
@@ -68,7 +68,7 @@ def milestone(
     for name in without:
         if name not in SWITCHES:
             raise UsageError(f"cannot switch off {name!r}; choose from {', '.join(SWITCHES)}")
-    with one_thread():
+    with use_one_thread():
         return _milestone(checkpoint, source, without, on_stage)
 
 

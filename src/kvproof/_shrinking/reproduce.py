@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvproof._engine.conclusion import CAUSALITY
+from kvproof._engine.verdict_rules import CAUSALITY
 from kvproof._numerics.tolerances import STRUCTURAL_FLOOR, TOP_RUNG
 from kvproof._shrinking.programs import CLEAR, Failure, Looker, Tries, simplest
 from kvproof._shrinking.simpler import num_tokens

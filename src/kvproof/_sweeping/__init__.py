@@ -1,7 +1,7 @@
-"""Runners: where and how many at a time the jobs of a sweep are run. A new one is one file."""
+"""Sweeps: many audits, and the runners that run them. A new runner is one new file."""
 
 from kvproof._sweeping.processes import ProcessRunner
-from kvproof._sweeping.runner import Outcome, Runner, Work
+from kvproof._sweeping.runner import JobOutcome, Runner, Work
 from kvproof._sweeping.serial import SerialRunner
 
-__all__ = ["Outcome", "ProcessRunner", "Runner", "SerialRunner", "Work"]
+__all__ = ["JobOutcome", "ProcessRunner", "Runner", "SerialRunner", "Work"]

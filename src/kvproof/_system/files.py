@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all, or whole line by whole line."""
+"""Writes files completely or not at all, and appends complete lines."""
 
 import os
 import tempfile
@@ -9,10 +9,10 @@ from kvproof.errors import OutputError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write ``data`` under a temporary name in the same folder, then move it into place.
+    """Write ``data`` to a temporary file in the same folder, then move it into place.
 
-    Whatever ends the call half-way leaves an existing file as it was and no temporary one behind. Raises
-    `OutputError` naming the path.
+    If the call fails or is interrupted, an existing file stays unchanged and no temporary file is left. Raises
+    `OutputError`, which names the path.
     """
     temporary = None
     try:
@@ -30,10 +30,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class LineFile:
-    """A file that grows by whole lines, each handed to the system at once: a kill loses no line before it."""
+    """A file that grows by complete lines, each passed to the system at once: a kill loses no earlier line."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file, or empty it; raise `OutputError` naming the path where that cannot be."""
+        """Create the file or empty it; raise `OutputError`, which names the path, if that fails."""
         self.path = path
         self._num_bytes = 0
         try:
@@ -42,7 +42,7 @@ class LineFile:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
     def write(self, line: str) -> None:
-        """Append a line; one that does not fit on the disk is cut away again, and `OutputError` raised."""
+        """Append a line; if the disk is full, remove the part that was written and raise `OutputError`."""
         data = memoryview(f"{line}\n".encode())
         done = 0
         try:
@@ -51,16 +51,17 @@ class LineFile:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._num_bytes)
-            raise OutputError(f"cannot write {self.path}: {error.strerror}; what it holds is whole") from error
+            problem = f"cannot write {self.path}: {error.strerror}; the lines that it holds are complete"
+            raise OutputError(problem) from error
         self._num_bytes += done
 
     def close(self) -> None:
-        """Close the file; once more does nothing."""
+        """Close the file; closing it again does nothing."""
         self._file.close()
 
 
 def _umask() -> int:
-    """Return the process's file mode mask, which can only be read by setting it."""
+    """Return the file mode mask of the process, which can only be read by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

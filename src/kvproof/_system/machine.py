@@ -20,7 +20,7 @@ _UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def environment() -> Environment:
-    """Return what this process runs on."""
+    """Return the software and hardware that this process runs on."""
     return Environment(
         kvproof=version("kvproof"),
         python=platform.python_version(),
@@ -33,8 +33,8 @@ def environment() -> Environment:
 
 
 @contextmanager
-def threads(num_threads: int) -> Iterator[None]:
-    """Run with so many torch threads, and put the old number back."""
+def use_threads(num_threads: int) -> Iterator[None]:
+    """Run the block with this many torch threads, then restore the previous number."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -43,45 +43,28 @@ def threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def one_thread() -> AbstractContextManager[None]:
-    """Run with one torch thread, and put the old number back."""
-    return threads(1)
+def use_one_thread() -> AbstractContextManager[None]:
+    """Run the block with one torch thread, then restore the previous number."""
+    return use_threads(1)
 
 
 @contextmanager
-def undivided() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done; outside the main thread, which it reaches, do nothing."""
+def delay_interrupt() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is done; outside the main thread, which alone it interrupts, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    late: list[tuple[int, object]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: late.append((number, frame)))
+    late: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: late.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
     if late and callable(before):
-        before(late[0][0], None)
+        before(late[0], None)
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait, so that no child is started or reaped without being known as such.
-
-    A child that is forked meanwhile never feels it.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def own_peak_mb() -> float:
-    """Return this process's peak of resident memory so far, in 10^6 bytes."""
-    return peak_mb(resource.getrusage(resource.RUSAGE_SELF))
-
-
-def peak_mb(usage: resource.struct_rusage) -> float:
-    """Return the peak of resident memory that the system reports of a process, in 10^6 bytes."""
+def peak_mb(usage: resource.struct_rusage | None = None) -> float:
+    """Return the peak resident memory of a process, by default of this one so far, in 10^6 bytes."""
+    usage = usage or resource.getrusage(resource.RUSAGE_SELF)
     return round(usage.ru_maxrss * _UNIT / 1e6, 1)

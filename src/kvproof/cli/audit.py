@@ -4,49 +4,64 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvproof.cli.outputs import complain, made, print_report, print_text, write_report, written
-from kvproof.cli.progress import shown_progress
+from kvproof.cli.options import EXIT_INTERRUPTED, EXIT_REQUIRED, FILE, Loading, loading_options
+from kvproof.cli.outputs import (
+    complain,
+    make_folder,
+    print_report,
+    print_text,
+    write_outputs,
+    write_report,
+)
+from kvproof.cli.progress import show_progress
 from kvproof.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvproof._engine.uncached_rows import Reference
     from kvproof.contract.report import AuditRequest, Report
 
-#: Exit statuses that no verdict uses.
-EXIT_REQUIRED, EXIT_INTERRUPTED = 5, 130
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-ATTENTIONS = ("eager", "sdpa")
-
-#: The options that `LoadOptions` takes, besides the seed.
-_LOADING = ("dtype", "attention", "device", "config", "network", "trust_remote_code")
-
-#: The options that `kvproof.audit` takes by the same name.
-_RUNNING = ("reference", "certificate", "jobs", "fail_fast")
+    Ids = tuple[int, ...]
 
 #: The options that say where a result goes or who computes it, and nothing of what is run.
 _OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs"})
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditOptions:
+    """What is audited, how, and where the result goes, as it was typed; `Loading` says how TARGET is loaded."""
+
+    length: int
+    seed: int
+    prompt: str | None
+    prompt_file: Path | None
+    scenario: tuple[str, ...]
+    skip: tuple[str, ...]
+    require: tuple[str, ...]
+    num_programs: int
+    as_list: bool
+    reference: "Reference"
+    certificate: bool
+    jobs: int | None
+    fail_fast: bool
+    baseline: Path | None
+    report_dir: Path | None
+    as_json: bool
+    quiet: bool
 
 
 @click.command()
 @click.argument("target", required=False)
-@click.option("--dtype", type=click.Choice(DTYPES), help="Declared dtype. Default: float32, or a factory's own.")
 @click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens a sequence.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and tokens.")
-@click.option("--attention", type=click.Choice(ATTENTIONS), default="eager", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs, such as cuda or cuda:1.")
-@click.option("--config", type=_FILE, help="Instead of TARGET: a random model of exactly this config.json.")
-@click.option("--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@loading_options
 @click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
-@click.option("--prompt-file", type=_FILE, help="The same, from a UTF-8 file.")
+@click.option("--prompt-file", type=FILE, help="The same, from a UTF-8 file.")
 @click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
 @click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
@@ -79,27 +94,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "transformers on the CPU of a Linux machine; 1 for a random: one, and otherwise.",
 )
 @click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
-@click.option("--baseline", type=_FILE, help="Fail only on what got worse than in this report.json.")
+@click.option("--baseline", type=FILE, help="Fail only on what got worse than in this report.json.")
 @click.option(
     "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json and report.html here."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", is_flag=True, help="Print the verdict alone, and no progress.")
-def audit(
-    target: str | None,
-    length: int,
-    seed: int,
-    prompt: str | None,
-    prompt_file: Path | None,
-    scenario: tuple[str, ...],
-    skip: tuple[str, ...],
-    as_list: bool,
-    baseline: Path | None,
-    num_programs: int,
-    quiet: bool,
-    report_dir: Path | None,
-    **others: Any,
-) -> None:
+def audit(target: str | None, loading: Loading, **given: Any) -> None:
     """Compare the cached with the uncached path of TARGET in every scenario.
 
     TARGET is a folder with a transformers model (safetensors), org/name in the local hub cache, a .gguf file,
@@ -107,47 +108,64 @@ def audit(
     file.py:factory for a function of yours that returns a decoder. A prompt shorter than --length is filled up
     with random tokens. Models of transformers need kvproof[transformers], and kvproof[gguf] for .gguf files.
     """
-    from kvproof.scenarios import catalogue, named, random_programs
-
-    if as_list:
-        for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
-            click.echo(f"{entry.name:37} {entry.exposes}")
+    options = AuditOptions(**given)
+    if options.as_list:
+        _print_scenarios(options.length)
         return
-    loading = {name: others[name] for name in _LOADING}
-    if target is None and loading["config"] is None:
+    if target is None and loading.config is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
-    text = read_prompt(prompt, prompt_file)
+    text = read_prompt(options.prompt, options.prompt_file)
     from kvproof.render.json import read
 
-    before = None if baseline is None else read(baseline)
+    before = None if options.baseline is None else read(options.baseline, on_note=complain)
+    report, sequences = _run(target, loading, options, text)
+    context = click.get_current_context()
+    report = replace(report, request=_request(context, report.subject.dtype, sequences))
+    sys.exit(_write(report, options, before, _repeat_command(context, report)))
+
+
+def _run(
+    target: str | None, loading: Loading, options: AuditOptions, text: str | None
+) -> "tuple[Report, tuple[Ids, Ids]]":
+    """Load the target and audit it; return the report, and the tokens that the catalogue was made over."""
     from kvproof._engine.audit import audit as run
     from kvproof._engine.prompts import sequences_for
-    from kvproof._system.machine import one_thread
+    from kvproof._system.machine import use_one_thread
+    from kvproof.scenarios import catalogue, named, random_programs
     from kvproof.subjects import limits_of
-    from kvproof.subjects._targets import LoadOptions, load_target
+    from kvproof.subjects._targets import load_target
 
+    seed = options.seed
     # More threads than one only wait for each other on tensors as small as a random model's.
     tiny = target is not None and target.startswith("random:")
-    with shown_progress(quiet, timed=True) as progress, one_thread() if tiny else nullcontext():
-        progress.stage(f"loading {target or loading['config']}")
-        subject = load_target(target, LoadOptions(seed=seed, **loading))
-        sequences = sequences_for(subject, text, length, seed)
-        drawn = random_programs(limits_of(subject), num=num_programs, seed=seed, max_len=len(sequences[0]))
-        programs = (*catalogue(*sequences, subject.boundaries), *drawn)
-        chosen = named(programs, only=scenario, without=skip)
+    with show_progress(options.quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
+        progress.stage(f"loading {target or loading.config}")
+        subject = load_target(target, loading.options(seed))
+        first, other = sequences_for(subject, text, options.length, seed)
+        drawn = random_programs(limits_of(subject), num=options.num_programs, seed=seed, max_len=len(first))
+        programs = (*catalogue(first, other, subject.boundaries), *drawn)
+        chosen = named(programs, only=options.scenario, without=options.skip)
         progress.parts(1 + len({program.name for program in chosen}))
         report = run(
             subject,
             chosen,
             all_values=False,
-            spread=report_dir is not None,
+            spread=options.report_dir is not None,
             keep_partial=True,
             on_scenario=progress.part,
-            **{name: others[name] for name in _RUNNING},
+            reference=options.reference,
+            certificate=options.certificate,
+            jobs=options.jobs,
+            fail_fast=options.fail_fast,
         )
-    context = click.get_current_context()
-    report = replace(report, request=_request(context, subject.info.dtype, sequences))
-    sys.exit(_written(report, context, before))
+    return report, (first, other)
+
+
+def _print_scenarios(length: int) -> None:
+    from kvproof.scenarios import catalogue
+
+    for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
+        click.echo(f"{entry.name:37} {entry.exposes}")
 
 
 def _request(
@@ -167,42 +185,41 @@ def _request(
         seed=options["seed"],
         sequences=sequences,
         num_programs=options["num_programs"],
-        command=shlex.join(_typed(context, _OUTPUTS)),
+        command=shlex.join(_command_words(context, _OUTPUTS)),
     )
 
 
-def _written(report: "Report", context: click.Context, before: "Report | None") -> int:
+def _write(report: "Report", options: AuditOptions, before: "Report | None", repeat: str) -> int:
     """Print and write an audit's report as its options say; return the exit status."""
     from kvproof.contract.baseline import changes
 
     found = None if before is None else changes(report, before)
-    options = context.params
-    as_json, quiet, folder = options["as_json"], options["quiet"], options["report_dir"]
+    as_json, quiet, folder = options.as_json, options.quiet, options.report_dir
     outputs: list[Callable[[], None]] = [lambda: print_report(report, as_json=as_json, quiet=quiet)]
     if not as_json and not quiet:
-        outputs.append(lambda: print_text(_again(context, report)))
+        outputs.append(lambda: print_text(repeat))
     if folder is not None:
-        outputs.append(lambda: write_report(report, made(folder)))
+        outputs.append(lambda: write_report(report, make_folder(folder)))
     status = report.exit_status if found is None else found.exit_status
     if found is not None and not as_json:
         outputs.append(lambda: print_text("".join(f"{line}\n" for line in found.sentences())))
-    if report.partial and not (options["fail_fast"] and status):
+    if report.partial and not (options.fail_fast and status):
         complain("interrupted; the report holds what was done so far")
         status = EXIT_INTERRUPTED
     checked = {s.name for s in report.scenarios if s.verdict.value != "not-checked"}
-    for name in options["require"]:
+    for name in options.require:
         if name not in checked:
             complain(f"scenario {name!r} was required and not checked")
             status = status or EXIT_REQUIRED
-    return written(outputs, status)
+    return write_outputs(outputs, status)
 
 
-def _again(context: click.Context, report: "Report") -> str:
+def _repeat_command(context: click.Context, report: "Report") -> str:
     """Return the line to type to repeat the first finding alone, or nothing where there is none."""
     name = next((s.name for s in report.scenarios if s.verdict.value == "diverged" and not s.advice), None)
     if name is None:
         return ""
-    words = _typed(context, _OUTPUTS | {"scenario", "skip", "require", "certificate", "fail_fast"})
+    words = _command_words(context, _OUTPUTS | {"scenario", "skip", "require", "certificate", "fail_fast"})
     if name != "causality":  # it comes before every scenario
         words += ["--scenario", name]
     text = f"To repeat the first finding alone: {shlex.join(words)}\n"
@@ -213,7 +230,7 @@ def _again(context: click.Context, report: "Report") -> str:
     return text
 
 
-def _typed(context: click.Context, left_out: frozenset[str]) -> list[str]:
+def _command_words(context: click.Context, left_out: frozenset[str]) -> list[str]:
     """Return the words of the command line that was typed, without some options and what is default."""
     words = ["kvproof", "audit"]
     for parameter in context.command.params:

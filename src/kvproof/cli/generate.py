@@ -1,4 +1,4 @@
-"""The command ``kvproof generate``, and what ``kvproof replay`` needs to have a record's model again."""
+"""The command ``kvproof generate``."""
 
 import json
 import sys
@@ -6,93 +6,124 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from kvproof.cli.audit import ATTENTIONS, DTYPES, EXIT_INTERRUPTED, read_prompt
-from kvproof.cli.outputs import complain, made, print_text
-from kvproof.cli.progress import shown_progress
-from kvproof.errors import KvproofError, LedgerError, UsageError
+from kvproof.cli.audit import read_prompt
+from kvproof.cli.options import EXIT_INTERRUPTED, FILE, Loading, loading_options
+from kvproof.cli.outputs import complain, make_folder, print_text
+from kvproof.cli.progress import show_progress
+from kvproof.errors import KvproofError, UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvproof._generation.replay import ReplayResult
     from kvproof._generation.requests import Origin, Request
-    from kvproof.contract.ledger import Header, LedgerFile, Run
+    from kvproof.contract.ledger import Run
     from kvproof.policies import Policy, Stops
     from kvproof.subjects import Subject
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
 #: The options that a sampling policy takes and greedy does not.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """What is generated and how, as it was typed; how the model is loaded stands in `Loading`."""
+
+    prompt: str | None
+    prompt_file: Path | None
+    ids: str | None
+    prompts: Path | None
+    batch: int
+    raw: bool
+    kind: str
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    max_tokens: int
+    stop_texts: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    ignore_eos: bool
+    ledger: Path | None
+    full_logits: bool
+    margins: bool
+    path: "Literal['cached', 'uncached']"
+    compare: bool
+    quiet: bool
+
+
 @click.command()
 @click.argument("target", required=False)
-@click.option("--prompt", metavar="TEXT", help="A text, through the model's tokenizer and chat template.")
-@click.option("--prompt-file", type=_FILE, help="The same, from a UTF-8 file.")
-@click.option("--ids", metavar="IDS", help="Token ids in place of a text, such as 1,2,3.")
+@click.option("--prompt", metavar="TEXT", help="Prompt text, for the model's tokenizer and chat template.")
+@click.option("--prompt-file", type=FILE, help="Read the prompt from a UTF-8 file.")
+@click.option("--ids", metavar="IDS", help="Prompt as token ids, such as 1,2,3.")
 @click.option(
-    "--prompts", type=_FILE, help="A prompt a line; in a .jsonl file each line is a JSON text or list of ids."
+    "--prompts", type=FILE, help="File with one prompt a line; in a .jsonl file, a JSON string or list of ids."
 )
-@click.option("--batch", type=int, default=8, show_default=True, help="Of --prompts, so many run at a time.")
-@click.option("--raw", is_flag=True, help="Leave the chat template out.")
+@click.option("--batch", type=int, default=8, show_default=True, help="Number of prompts to run at once.")
+@click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option("--policy", "kind", type=click.Choice(["greedy", "sample"]), default="greedy", show_default=True)
-@click.option("--temperature", type=float, help="Of a sampling policy; 1 where it is not given.")
-@click.option("--top-k", type=int, help="Keep the so many largest logits.")
-@click.option("--top-p", type=float, help="Keep the most likely tokens up to this probability together.")
-@click.option("--min-p", type=float, help="Drop what is less likely than this part of the most likely token.")
-@click.option("--typical-p", type=float, help="Keep the most typical tokens up to this probability together.")
-@click.option("--repetition-penalty", type=float, help="Weaken tokens that were there before.")
-@click.option("--seed", type=int, help="Of the first request's generator, 0 by default; each next adds 1.")
+@click.option("--temperature", type=float, help="Temperature of sampling (default 1).")
+@click.option("--top-k", type=int, help="Sample only from the K largest logits.")
+@click.option("--top-p", type=float, help="Sample only from the most likely tokens up to this total probability.")
+@click.option("--min-p", type=float, help="Drop tokens less likely than this fraction of the most likely one.")
+@click.option(
+    "--typical-p", type=float, help="Sample only from the most typical tokens up to this total probability."
+)
+@click.option("--repetition-penalty", type=float, help="Make tokens that already occurred less likely.")
+@click.option("--seed", type=int, help="Random seed (default 0); prompt n uses seed + n.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--stop", "stop_texts", multiple=True, metavar="TEXT", help="End at this text. May be repeated.")
-@click.option("--stop-id", "stop_ids", type=int, multiple=True, help="End at this token. May be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the model's own end tokens.")
-@click.option("--ledger", type=click.Path(path_type=Path), help="Write the record here; of --prompts, a folder.")
-@click.option("--full-logits", is_flag=True, help="Write all rows beside the ledger, as safetensors.")
-@click.option("--no-margins", "margins", flag_value=False, default=True, help="Compute one path alone: faster.")
+@click.option("--stop", "stop_texts", multiple=True, metavar="TEXT", help="Stop at this text. May be repeated.")
+@click.option("--stop-id", "stop_ids", type=int, multiple=True, help="Stop at this token id. May be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Continue past the model's own end tokens.")
+@click.option(
+    "--ledger",
+    type=click.Path(path_type=Path),
+    help="Record to write: a file, or with --prompts a folder.",
+)
+@click.option("--full-logits", is_flag=True, help="Also write all logits, as safetensors, beside the ledger.")
+@click.option("--no-margins", "margins", flag_value=False, default=True, help="Compute one path only: faster.")
 @click.option("--path", type=click.Choice(["cached", "uncached"]), default="cached", show_default=True)
-@click.option("--compare", is_flag=True, help="Run both paths side by side; say where the texts part, and why.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Declared dtype. Default: float32, or a factory's own.")
-@click.option("--attention", type=click.Choice(ATTENTIONS), default="eager", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs, such as cuda or cuda:1.")
-@click.option("--config", type=_FILE, help="Instead of TARGET: a random model of exactly this config.json.")
-@click.option("--weights-seed", type=click.IntRange(min=0), default=0, help="Of a random model's weights.")
-@click.option("--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
-@click.option("--quiet", is_flag=True, help="Print the text alone.")
-def generate(target: str | None, config: Path | None, **options: Any) -> None:
+@click.option("--compare", is_flag=True, help="Run both paths; say where and why their texts differ.")
+@loading_options
+@click.option(
+    "--weights-seed", type=click.IntRange(min=0), default=0, help="Random seed of a random model's weights."
+)
+@click.option("--quiet", is_flag=True, help="Print only the text.")
+def generate(target: str | None, loading: Loading, weights_seed: int, **given: Any) -> None:
     """Generate from TARGET, which is what `kvproof audit` takes, and keep a record that can be replayed.
 
     Tokens appear as they come. Each step computes its row both ways, so that the record says whether rounding
     could have changed its choice; --no-margins leaves that out. Ctrl-C ends with what is there, marked. Exits
     with 0; with --compare, with the verdict on where the texts part.
     """
-    if target is None and config is None:
+    if target is None and loading.config is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
+    options = GenerateOptions(**given)
     policies = _policies(options)
     prompts = list(_prompts(options))
-    if options["full_logits"] and options["ledger"] is None:
-        raise UsageError("--full-logits stand beside a ledger: add --ledger")
-    if options["batch"] < 1:
-        raise UsageError(f"batch must be at least 1, not {options['batch']}")
+    if options.full_logits and options.ledger is None:
+        raise UsageError("--full-logits writes rows beside a ledger: add --ledger")
+    if options.batch < 1:
+        raise UsageError(f"batch must be at least 1, not {options.batch}")
     from kvproof.contract.ledger import Source
-    from kvproof.subjects._targets import LoadOptions, load_target
+    from kvproof.subjects._targets import load_target
 
-    loading = {name: options[name] for name in ("dtype", "attention", "device", "network", "trust_remote_code")}
-    with shown_progress(options["quiet"]) as progress, _threads_for(target):
-        progress.stage(f"loading {target or config}")
-        subject = load_target(target, LoadOptions(seed=options["weights_seed"], config=config, **loading))
+    with show_progress(options.quiet) as progress, _threads_for(target):
+        progress.stage(f"loading {target or loading.config}")
+        subject = load_target(target, loading.options(weights_seed))
     source = Source(
         target=target,
-        config=None if config is None else str(config),
-        attention=options["attention"],
-        device=options["device"],
-        trust_remote_code=options["trust_remote_code"],
+        config=None if loading.config is None else str(loading.config),
+        attention=cast("Literal['eager', 'sdpa']", loading.attention),
+        device=loading.device,
+        trust_remote_code=loading.trust_remote_code,
     )
     with _threads_for(target):
         sys.exit(_run(subject, prompts, policies, source, options))
@@ -103,11 +134,11 @@ def _run(
     prompts: "list[str | list[int]]",
     policy_of: "Callable[[int], Policy]",
     source: Any,
-    options: dict[str, Any],
+    options: GenerateOptions,
 ) -> int:
     from kvproof._generation.requests import Origin, check_request
 
-    chat = subject.chats and not options["raw"]
+    chat = subject.chats and not options.raw
     stops = _stops(subject, options)
     entries: list[tuple[tuple[int, ...], Origin]] = []
     for prompt in prompts:
@@ -120,25 +151,25 @@ def _run(
         except KvproofError as error:
             where = f"prompt {number}: " if len(entries) > 1 else ""
             raise UsageError(f"{where}{error}") from error
-    if options["compare"]:
-        return _compared(subject, entries, policy_of, stops, options)
-    return _served(subject, entries, policy_of, stops, options)
+    if options.compare:
+        return _compare_paths(subject, entries, policy_of, stops, options)
+    return _run_requests(subject, entries, policy_of, stops, options)
 
 
-def _served(
+def _run_requests(
     subject: "Subject",
     entries: "list[tuple[tuple[int, ...], Origin]]",
     policy_of: "Callable[[int], Policy]",
     stops: "Stops",
-    options: dict[str, Any],
+    options: GenerateOptions,
 ) -> int:
     """Run all requests; one alone is shown as it comes, several each at its end."""
     from kvproof._generation.requests import Request, serve
 
-    several = options["prompts"] is not None
-    ledger = options["ledger"]
+    several = options.prompts is not None
+    ledger = options.ledger
     if several and ledger is not None:
-        made(ledger)
+        make_folder(ledger)
     numbers: dict[int, int] = {}
 
     def requests() -> "Iterator[Request]":
@@ -149,11 +180,11 @@ def _served(
                 ids,
                 policy_of(number),
                 stops,
-                options["path"],
-                margins=options["margins"],
+                options.path,
+                margins=options.margins,
                 origin=origin,
                 file=file,
-                full_logits=options["full_logits"],
+                full_logits=options.full_logits,
             )
             numbers[id(request)] = number
             yield request
@@ -167,28 +198,28 @@ def _served(
 
     status = 0
     try:
-        serve(requests(), batch=options["batch"], on_step=(lambda r: None) if several else stream, on_end=at_end)
+        serve(requests(), batch=options.batch, on_step=(lambda r: None) if several else stream, on_end=at_end)
     except KeyboardInterrupt:
         complain("interrupted; the record holds what was done so far, marked")
         status = EXIT_INTERRUPTED
     took_s = time.perf_counter() - start
     if not several and ended:
         stream.finish(ended[0])
-    if not options["quiet"]:
+    if not options.quiet:
         click.echo(_summary([request.run() for request in ended], took_s), err=True)
     return status
 
 
-def _compared(
+def _compare_paths(
     subject: "Subject",
     entries: "list[tuple[tuple[int, ...], Origin]]",
     policy_of: "Callable[[int], Policy]",
     stops: "Stops",
-    options: dict[str, Any],
+    options: GenerateOptions,
 ) -> int:
     from kvproof._generation.comparing import compare
 
-    if len(entries) > 1 or not options["margins"] or options["path"] != "cached":
+    if len(entries) > 1 or not options.margins or options.path != "cached":
         raise UsageError("--compare takes one prompt, and neither --no-margins nor --path: it runs both paths")
     (ids, origin), stream = entries[0], _Stream()
     result = compare(
@@ -197,14 +228,14 @@ def _compared(
         policy_of(0),
         stops,
         origin=origin,
-        file=options["ledger"],
-        full_logits=options["full_logits"],
+        file=options.ledger,
+        full_logits=options.full_logits,
         on_step=stream,
     )
     print_text("\n")
     if result.step is not None:
         other = result.uncached.end
-        print_text(f"uncached: {_shown(other.text or other.tokens) if other else ''}\n")
+        print_text(f"uncached: {show_text(other.text or other.tokens) if other else ''}\n")
     print_text(f"{result.sentence}\n")
     return result.verdict.exit_status
 
@@ -235,7 +266,7 @@ class _Stream:
             print_text("\n")
 
     def _print(self, text: str) -> None:
-        print_text(_shown(text[self._printed :]))
+        print_text(show_text(text[self._printed :]))
         self._printed = max(self._printed, len(text))
 
 
@@ -251,11 +282,11 @@ def shown_text(request: "Request") -> str:
     end = request.end
     assert end is not None
     if end.text is not None:
-        return _shown(end.text)
+        return show_text(end.text)
     return " ".join(step.chosen_token for step in request.steps)
 
 
-def _shown(text: str) -> str:
+def show_text(text: str) -> str:
     """Return text that a model made, safe to print; its lines stay lines."""
     from kvproof.contract.text import printable
 
@@ -275,13 +306,14 @@ def _summary(runs: "list[Run]", took_s: float) -> str:
     return text
 
 
-def _policies(options: dict[str, Any]) -> "Callable[[int], Policy]":
+def _policies(options: GenerateOptions) -> "Callable[[int], Policy]":
     """Return what makes each request's policy; raise `UsageError` for options that do not go together."""
     from kvproof.policies import Greedy, Sample
 
-    penalty = options["repetition_penalty"]
-    given = {name: options[name] for name in _SAMPLING if options[name] is not None}
-    if options["kind"] == "greedy":
+    penalty = options.repetition_penalty
+    values = {name: getattr(options, name) for name in _SAMPLING}
+    given = {name: value for name, value in values.items() if value is not None}
+    if options.kind == "greedy":
         if given:
             option = f"--{next(iter(given)).replace('_', '-')}"
             raise UsageError(f"{option} does not go with greedy, which draws nothing: add --policy sample")
@@ -296,26 +328,26 @@ def _policies(options: dict[str, Any]) -> "Callable[[int], Policy]":
     return policy_of
 
 
-def _prompts(options: dict[str, Any]) -> "Iterator[str | list[int]]":
+def _prompts(options: GenerateOptions) -> "Iterator[str | list[int]]":
     """Yield each prompt, a text or ids; raise `UsageError` unless exactly one option gives them."""
-    given = [name for name in ("prompt", "prompt_file", "ids", "prompts") if options[name] is not None]
-    if len(given) != 1:
+    given = (options.prompt, options.prompt_file, options.ids, options.prompts)
+    if sum(value is not None for value in given) != 1:
         raise UsageError("give one of --prompt, --prompt-file, --ids and --prompts")
-    if options["ids"] is not None:
-        words = options["ids"].replace(",", " ").split()
+    if options.ids is not None:
+        words = options.ids.replace(",", " ").split()
         try:
             yield [int(word) for word in words]
         except ValueError as error:
-            raise UsageError(f"--ids takes integers such as 1,2,3, not {options['ids'][:60]!r}") from error
+            raise UsageError(f"--ids takes integers such as 1,2,3, not {options.ids[:60]!r}") from error
         return
-    if options["prompts"] is None:
-        yield read_prompt(options["prompt"], options["prompt_file"]) or ""
+    if options.prompts is None:
+        yield read_prompt(options.prompt, options.prompt_file) or ""
         return
-    lines = (read_prompt(None, options["prompts"]) or "").splitlines()
+    lines = (read_prompt(None, options.prompts) or "").splitlines()
     if not lines:
-        raise UsageError(f"{options['prompts']} holds no prompt")
+        raise UsageError(f"{options.prompts} holds no prompt")
     for number, line in enumerate(lines, start=1):
-        yield _prompt_line(line, f"{options['prompts']} line {number}", options["prompts"].suffix == ".jsonl")
+        yield _prompt_line(line, f"{options.prompts} line {number}", options.prompts.suffix == ".jsonl")
 
 
 def _prompt_line(line: str, where: str, as_json: bool) -> str | list[int]:
@@ -332,101 +364,19 @@ def _prompt_line(line: str, where: str, as_json: bool) -> str | list[int]:
     raise UsageError(f"{where} is neither a text nor a list of ids: {line[:60]}")
 
 
-def _stops(subject: "Subject", options: dict[str, Any]) -> "Stops":
+def _stops(subject: "Subject", options: GenerateOptions) -> "Stops":
     from kvproof.policies import Stops
 
     return Stops(
-        eos_id=None if options["ignore_eos"] else subject.eos_ids or None,
-        stop_ids=options["stop_ids"],
-        stop_texts=options["stop_texts"],
-        max_tokens=options["max_tokens"],
+        eos_id=None if options.ignore_eos else subject.eos_ids or None,
+        stop_ids=options.stop_ids,
+        stop_texts=options.stop_texts,
+        max_tokens=options.max_tokens,
     )
 
 
 def _threads_for(target: str | None) -> AbstractContextManager[None]:
     """Run with one thread where more only wait for each other: on tensors as small as a random model's."""
-    from kvproof._system.machine import one_thread
+    from kvproof._system.machine import use_one_thread
 
-    return one_thread() if target is not None and target.startswith("random:") else nullcontext()
-
-
-def recorded_subject(
-    header: "Header", target: str | None, *, network: bool, trust_remote_code: bool
-) -> "Subject":
-    """Load the model of a record from where it was loaded, or from ``target``.
-
-    What a record says is data: it is never let run code, neither a factory's nor a model's own, nor ask the
-    network. Raises `LedgerError` for one that would have to, and `UsageError` for a model that cannot be had.
-    """
-    from kvproof.subjects._factory import factory_of
-    from kvproof.subjects._targets import LoadOptions, load_target
-
-    source = header.source
-    if source is None and target is None:
-        raise LedgerError("the record does not say where its model was loaded from: give --target")
-    if target is None and source is not None and source.target is not None:
-        if factory_of(source.target) is not None:
-            raise LedgerError(f"its model is made by the function {source.target!r}: to run it, give --target")
-        target = source.target
-    config = None if target is not None or source is None or source.config is None else Path(source.config)
-    made_here = target is not None and factory_of(target) is not None
-    options = LoadOptions(
-        dtype=header.dtype,
-        seed=header.subject_seed or 0,
-        attention="eager" if made_here or source is None else source.attention,
-        device="cpu" if made_here or source is None else source.device,
-        trust_remote_code=trust_remote_code,
-        network=network,
-        config=config,
-    )
-    return load_target(target, options)
-
-
-def read_ledger(file: Path) -> "LedgerFile":
-    """Return a ledger; raise `LedgerError` for a file that cannot be read or is none."""
-    from kvproof.contract.ledger import parse_ledger
-
-    try:
-        return parse_ledger(file.read_text("utf-8"), str(file))
-    except FileNotFoundError as error:
-        raise LedgerError(f"no such ledger: {file}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise LedgerError(f"cannot read {file}: {error}") from error
-
-
-def read_rows(ledger: Path, header: "Header") -> "Tensor | None":
-    """Return the rows (step, vocab) that were kept beside a ledger, or None where none were.
-
-    Raises `LedgerError` where the header says that they were, and they cannot be read.
-    """
-    if not header.full_logits:
-        return None
-    import safetensors.torch
-
-    from kvproof._generation.requests import rows_file
-
-    file = rows_file(ledger)
-    try:
-        rows: Tensor = safetensors.torch.load_file(file)["logits"]
-        return rows
-    except FileNotFoundError as error:
-        raise LedgerError(f"{ledger} has its rows beside it, and there is no {file}") from error
-    except Exception as error:  # the library has errors of its own for a damaged file
-        raise LedgerError(f"cannot read the rows of {ledger} in {file}: {error}") from error
-
-
-def made_elsewhere(result: "ReplayResult") -> str:
-    """Return what is said of a record that was made by other versions or on another machine."""
-    return f" (made elsewhere: {'; '.join(result.elsewhere)})" if result.elsewhere else ""
-
-
-def replayed_text(ledger: Path, run: "Run", result: "ReplayResult") -> str:
-    """Return what is said of a record that holds."""
-    from kvproof.contract.text import printable
-
-    end = run.end
-    said = "" if end is None else printable(end.tokens) if end.text is None else _shown(end.text)
-    bits = "to the last bit" if result.bit_identical else "within the tolerance"
-    marked = ", which was interrupted" if run.end and run.end.stop_reason == "interrupted" else ""
-    bits += made_elsewhere(result)
-    return f"{ledger}{marked}: all {result.num_lines} lines replay through both paths, logits {bits}.\n{said}\n"
+    return use_one_thread() if target is not None and target.startswith("random:") else nullcontext()

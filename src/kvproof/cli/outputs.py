@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvproof.cli.options import EXIT_OUTPUT
 from kvproof.errors import OutputError
 
 if TYPE_CHECKING:
@@ -16,11 +17,8 @@ if TYPE_CHECKING:
     from kvproof.reference import Checkpoint
     from kvproof.render.terminal import Look
 
-#: The exit status of a command whose result could not be written.
-EXIT_OUTPUT = 73
 
-
-def written(outputs: list[Callable[[], None]], status: int) -> int:
+def write_outputs(outputs: list[Callable[[], None]], status: int) -> int:
     """Run every output; one that fails does not lose the others, and shows in the exit status."""
     for write in outputs:
         try:
@@ -40,11 +38,11 @@ def write_report(report: "Report", folder: Path) -> None:
     write_whole(folder / "report.html", html.render(report).encode())
 
 
-def save(weights: "Checkpoint", path: Path) -> None:
+def save_checkpoint(weights: "Checkpoint", path: Path) -> None:
     """Write a checkpoint as safetensors."""
-    from kvproof.reference import save_checkpoint
+    from kvproof.reference import save_checkpoint as save
 
-    save_checkpoint(weights, path)
+    save(weights, path)
 
 
 def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
@@ -92,11 +90,11 @@ def write_milestone(report: "Report", weights: "Checkpoint", folder: Path) -> No
     from kvproof.contract.ledger import ledger_lines
 
     assert report.milestone is not None
-    made(folder)
+    make_folder(folder)
     for pair in report.milestone.runs[:2]:
         lines = "".join(f"{line}\n" for line in ledger_lines(pair.cached))
         write_whole(folder / f"{pair.name}.jsonl", lines.encode())
-    save(weights, folder / "checkpoint.safetensors")
+    save_checkpoint(weights, folder / "checkpoint.safetensors")
     write_report(report, folder)
 
 
@@ -106,7 +104,7 @@ def complain(message: str) -> None:
         click.echo(f"kvproof: {message}", err=True)
 
 
-def made(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     """Make a folder for reports; raise `OutputError` where that cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ class Progress:
 
 
 @contextmanager
-def shown_progress(quiet: bool, *, still: bool = False, timed: bool = False) -> Iterator[Progress]:
+def show_progress(quiet: bool, *, still: bool = False, timed: bool = False) -> Iterator[Progress]:
     """Show progress on standard error, where that is a terminal and the caller did not ask for quiet.
 
     If ``still``, it is drawn only when something is reported, with the time left: drawing takes a thread, and

@@ -1,7 +1,9 @@
 """Frozen dataclasses to plain JSON values and back, without losing a bit or inventing one.
 
 JSON has no NaN and no infinity, so non-finite numbers are written as the strings ``"nan"``, ``"inf"`` and
-``"-inf"``. Reading is strict: a missing, unknown or wrongly typed member is named with its path.
+``"-inf"``. Reading is strict: a missing, unknown or wrongly typed member is named with its path. Contracts grow:
+a member that was `added_in` a later minor version may be missing, and a reader that knows the file to be of a
+newer minor version than its own may collect unknown members instead of refusing them.
 """
 
 import dataclasses
@@ -24,6 +26,11 @@ class CodecError(ValueError):
     """A plain value does not have the shape of the type that was asked for."""
 
 
+def added_in(minor: int, default: Any) -> Any:
+    """Declare a dataclass member that came with a minor version: older files lack it and get ``default``."""
+    return dataclasses.field(default=default, metadata={"added_in": minor})
+
+
 def to_plain(value: Any) -> Any:
     """Return ``value`` as dicts, lists, strings, numbers, booleans and None."""
     if dataclasses.is_dataclass(value):
@@ -40,11 +47,11 @@ def to_plain(value: Any) -> Any:
 def strict_loads(text: str) -> Any:
     """Return what JSON text holds; raise `CodecError` for what only lenient readers take.
 
-    That is NaN and infinities as numbers, members that stand twice, and depths or lengths beyond reason.
+    That is NaN and infinities as numbers, duplicate keys, and depths or lengths beyond reason.
     """
     try:
         return json.loads(
-            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_doubles
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_refuse_duplicates
         )
     except json.JSONDecodeError as error:
         raise CodecError(f"not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
@@ -63,37 +70,86 @@ def _finite(text: str) -> float:
     return value
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     plain = dict(pairs)
     if len(plain) != len(pairs):
         names = [name for name, _ in pairs]
-        raise CodecError(f"member {next(n for n in names if names.count(n) > 1)!r} stands twice")
+        raise CodecError(f"duplicate key {next(n for n in names if names.count(n) > 1)!r}")
     return plain
 
 
-def from_plain(kind: type[T], plain: Any, path: str = "$") -> T:
-    """Return the ``kind`` that ``plain`` describes; raise `CodecError` naming the path of what does not fit."""
-    result: T = _read(kind, plain, path)
+def from_plain(kind: type[T], plain: Any, path: str = "$", *, unknown: list[str] | None = None) -> T:
+    """Return the ``kind`` that ``plain`` describes; raise `CodecError` naming the path of what does not fit.
+
+    Members that ``kind`` does not know are refused; where ``unknown`` is a list, their paths are added to it
+    instead.
+    """
+    result: T = _Reader(unknown).read(kind, plain, path)
     return result
 
 
-def _read(kind: Any, plain: Any, path: str) -> Any:
-    origin = typing.get_origin(kind)
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, plain, path)
-    if origin in (types.UnionType, typing.Union):
-        return _read_union(typing.get_args(kind), plain, path)
-    if origin is tuple:
-        _expect(isinstance(plain, list), path, "a list", plain)
-        return _read_tuple(typing.get_args(kind), plain, path)
-    if origin is typing.Literal:
-        _expect(plain in typing.get_args(kind), path, f"one of {typing.get_args(kind)}", plain)
-        return plain
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        members = [member.value for member in kind]
-        _expect(plain in members, path, f"one of {members}", plain)
-        return kind(plain)
-    return _read_scalar(kind, plain, path)
+class _Reader:
+    """Reads plain values as the types that they should have."""
+
+    def __init__(self, unknown: list[str] | None) -> None:
+        self.unknown = unknown
+
+    def read(self, kind: Any, plain: Any, path: str) -> Any:
+        origin = typing.get_origin(kind)
+        if dataclasses.is_dataclass(kind):
+            return self._dataclass(kind, plain, path)
+        if origin in (types.UnionType, typing.Union):
+            return self._union(typing.get_args(kind), plain, path)
+        if origin is tuple:
+            _expect(isinstance(plain, list), path, "a list", plain)
+            return self._tuple(typing.get_args(kind), plain, path)
+        if origin is typing.Literal:
+            _expect(plain in typing.get_args(kind), path, f"one of {typing.get_args(kind)}", plain)
+            return plain
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            members = [member.value for member in kind]
+            _expect(plain in members, path, f"one of {members}", plain)
+            return kind(plain)
+        return _read_scalar(kind, plain, path)
+
+    def _tuple(self, kinds: tuple[Any, ...], plain: list[Any], path: str) -> tuple[Any, ...]:
+        if kinds[-1] is Ellipsis:
+            return tuple(self.read(kinds[0], item, f"{path}[{i}]") for i, item in enumerate(plain))
+        _expect(len(plain) == len(kinds), path, f"{len(kinds)} entries", plain)
+        pairs = enumerate(zip(kinds, plain, strict=True))
+        return tuple(self.read(kind, value, f"{path}[{i}]") for i, (kind, value) in pairs)
+
+    def _union(self, kinds: tuple[Any, ...], plain: Any, path: str) -> Any:
+        """Try each member of the union: they differ in JSON type or in the literal of their ``kind``."""
+        problems = []
+        for kind in kinds:
+            num_unknown = len(self.unknown or ())
+            try:
+                return self.read(kind, plain, path)
+            except CodecError as error:
+                problems.append(str(error))
+                if self.unknown is not None:
+                    del self.unknown[num_unknown:]
+        raise CodecError("; or ".join(problems))
+
+    def _dataclass(self, kind: Any, plain: Any, path: str) -> Any:
+        _expect(isinstance(plain, dict), path, "an object", plain)
+        hints = _hints(kind)
+        unknown = sorted(plain.keys() - hints.keys())
+        required = {field.name for field in dataclasses.fields(kind) if "added_in" not in field.metadata}
+        missing = sorted(required - plain.keys())
+        if unknown and self.unknown is None:
+            raise CodecError(f"{path} has unknown key {unknown[0]!r}")
+        if missing:
+            raise CodecError(f"{path} is missing key {missing[0]!r}")
+        present = {name: hint for name, hint in hints.items() if name in plain}
+        members = {name: self.read(hint, plain[name], f"{path}.{name}") for name, hint in present.items()}
+        if self.unknown is not None:
+            self.unknown += (f"{path}.{name}" for name in unknown)
+        try:
+            return kind(**members)
+        except UsageError as error:  # a value that the type itself refuses
+            raise CodecError(f"{path}: {error}") from error
 
 
 def _read_scalar(kind: Any, plain: Any, path: str) -> Any:
@@ -108,39 +164,6 @@ def _read_scalar(kind: Any, plain: Any, path: str) -> Any:
     if kind is str:
         _expect(not any("\ud800" <= c <= "\udfff" for c in plain), path, "text without lone surrogates", plain)
     return plain
-
-
-def _read_tuple(kinds: tuple[Any, ...], plain: list[Any], path: str) -> tuple[Any, ...]:
-    if kinds[-1] is Ellipsis:
-        return tuple(_read(kinds[0], item, f"{path}[{i}]") for i, item in enumerate(plain))
-    _expect(len(plain) == len(kinds), path, f"{len(kinds)} entries", plain)
-    return tuple(_read(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, plain, strict=True)))
-
-
-def _read_union(kinds: tuple[Any, ...], plain: Any, path: str) -> Any:
-    """Try each member of the union: they differ in JSON type or in the literal of their ``kind``."""
-    problems = []
-    for kind in kinds:
-        try:
-            return _read(kind, plain, path)
-        except CodecError as error:
-            problems.append(str(error))
-    raise CodecError("; or ".join(problems))
-
-
-def _read_dataclass(kind: Any, plain: Any, path: str) -> Any:
-    _expect(isinstance(plain, dict), path, "an object", plain)
-    hints = _hints(kind)
-    unknown, missing = sorted(plain.keys() - hints.keys()), sorted(hints.keys() - plain.keys())
-    if unknown:
-        raise CodecError(f"{path} has unknown member {unknown[0]!r}")
-    if missing:
-        raise CodecError(f"{path} lacks member {missing[0]!r}")
-    members = {name: _read(hint, plain[name], f"{path}.{name}") for name, hint in hints.items()}
-    try:
-        return kind(**members)
-    except UsageError as error:  # a value that the type itself refuses
-        raise CodecError(f"{path}: {error}") from error
 
 
 @cache

@@ -1,11 +1,11 @@
-"""What a record was made on, as data."""
+"""Describes the software and hardware that a record was made with."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What the report was made on."""
+    """The software and hardware that a record was made with."""
 
     kvproof: str
     python: str

@@ -5,18 +5,21 @@ the generator's state before the draw, and every consumed token stands in the li
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, TypeVar
 
-from kvproof.contract.codec import CodecError, from_plain, strict_loads, to_plain
+from kvproof.contract.codec import CodecError, added_in, strict_loads, to_plain
 from kvproof.contract.environment import Environment
+from kvproof.contract.versions import Version, VersionReader
 from kvproof.errors import LedgerError
 from kvproof.policies import Policy, Stops
 
-#: Rises when a member comes, changes its meaning or goes away. Records of version 1 are read as well.
-LEDGER_VERSION = 2
+T = TypeVar("T")
+
+#: The major number rises when a member changes its meaning or goes away, the minor one when a member is added.
+LEDGER_VERSION, LEDGER_MINOR = 2, 1
 
 
 class StopReason(StrEnum):
@@ -65,6 +68,7 @@ class Header:
 
     kind: Literal["header"] = "header"
     ledger_version: int
+    ledger_minor: int = added_in(1, default=0)
     subject: str
     subject_digest: str
     subject_seed: int | None  #: the seed that recreates the subject, where there is one
@@ -142,6 +146,30 @@ class LedgerFile:
     damage: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineProblem:
+    """What a line records, and what follows from the lines before it and the model."""
+
+    line: int  #: counts from 1, as an editor does; the header is line 1
+    member: str
+    recorded: str
+    derived: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.member} is {self.recorded}, and {self.derived} follows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """Whether a record holds. ``bit_identical`` tells whether every logits row came out to the last bit."""
+
+    num_lines: int
+    problem: LineProblem | None
+    bit_identical: bool
+    same_environment: bool
+    elsewhere: tuple[str, ...]  #: what the record was made with that is not so here, in words
+
+
 def ledger_lines(run: Run) -> Iterator[str]:
     """Yield the run's JSON lines, without line ends."""
     for line in (run.header, *run.steps, *((run.end,) if run.end else ())):
@@ -153,26 +181,29 @@ def ledger_line(line: Header | Step | End) -> str:
     return json.dumps(to_plain(line), ensure_ascii=False, allow_nan=False)
 
 
-def parse_ledger(text: str, name: str) -> LedgerFile:
-    """Read a ledger. A cut-off tail is reported as damage; anything else that does not fit raises.
+def parse_ledger(text: str, name: str, on_note: Callable[[str], None] = lambda note: None) -> LedgerFile:
+    """Return the ledger that ``text`` holds, as the current version writes it.
 
-    Raises `LedgerError` naming the file, the line and the member.
+    A truncated end is reported as damage. Anything else that does not fit raises `LedgerError` naming the file,
+    the line and the path. Calls ``on_note`` if keys of a newer minor version were ignored.
     """
     lines = text.split("\n")
     complete, tail = lines[:-1], lines[-1]
     if not complete:
-        raise LedgerError(f"{name} holds no complete line: not a ledger, or cut off in its first line")
-    header, version = _read_header(complete[0], name)
+        raise LedgerError(f"{name} has no complete line: it is not a ledger, or its first line was cut off")
+    reader, header = _read_header(complete[0], name)
     steps: list[Step] = []
     end: End | None = None
     for number, line in enumerate(complete[1:], start=2):
         if end is not None:
             raise LedgerError(f"{name} line {number}: there is a line after the end")
-        record = _read_line(line, number, name, version)
+        record = _read_line(line, f"{name} line {number}", reader)
         if isinstance(record, Step):
             steps.append(record)
         else:
             end = record
+    if reader.note is not None:
+        on_note(f"{name} {reader.note}")
     damage = None
     if tail:
         damage = f"line {len(lines)} is cut off: {len(tail)} characters without a line end"
@@ -181,33 +212,43 @@ def parse_ledger(text: str, name: str) -> LedgerFile:
     return LedgerFile(run=Run(header=header, steps=tuple(steps), end=end), damage=damage)
 
 
-def _read_header(line: str, name: str) -> tuple[Header, int]:
-    """Return the header, and the version of the lines after it."""
-    plain = _read_json(line, 1, name)
+def _read_header(line: str, name: str) -> tuple[VersionReader, Header]:
+    """Return the header, and the reader for the lines after it."""
+    place = f"{name} line 1"
+    plain = _read_json(line, place)
     if not isinstance(plain, dict) or plain.get("kind") != "header":
-        raise LedgerError(f"{name} line 1 is not a kvproof ledger's header")
-    version = plain.get("ledger_version")
-    if version not in (1, LEDGER_VERSION) or not isinstance(version, int):
-        raise LedgerError(f"{name} has ledger version {version!r}; this kvproof reads 1 to {LEDGER_VERSION}")
+        raise LedgerError(f"{place} is not the header of a kvproof ledger")
     try:
-        return from_plain(Header, _brought_up(plain, version)), version
+        reader = VERSION.reader(plain)
     except CodecError as error:
-        raise LedgerError(f"{name} line 1: {error}") from error
+        raise LedgerError(f"{name} {error}") from error
+    return reader, _read(Header, plain, place, reader)
 
 
-def _read_line(line: str, number: int, name: str, version: int) -> Step | End:
-    plain = _read_json(line, number, name)
+def _read_line(line: str, place: str, reader: VersionReader) -> Step | End:
+    plain = _read_json(line, place)
     kind = plain.get("kind") if isinstance(plain, dict) else None
     if not isinstance(plain, dict) or kind not in ("step", "end"):
-        raise LedgerError(f"{name} line {number} is neither a step nor an end: its kind is {kind!r}")
-    plain = _brought_up(plain, version)
+        raise LedgerError(f"{place} is neither a step nor an end: its kind is {kind!r}")
+    return _read(Step, plain, place, reader) if kind == "step" else _read(End, plain, place, reader)
+
+
+def _read(kind: type[T], plain: dict[str, object], place: str, reader: VersionReader) -> T:
     try:
-        return from_plain(Step, plain) if kind == "step" else from_plain(End, plain)
+        return reader.read(kind, plain)
     except CodecError as error:
-        raise LedgerError(f"{name} line {number}: {error}") from error
+        raise LedgerError(f"{place}: {error}") from error
 
 
-#: What members that version 1 lacks were when it was written.
+def _read_json(line: str, place: str) -> object:
+    try:
+        plain: object = strict_loads(line)
+    except CodecError as error:
+        raise LedgerError(f"{place}: {error}") from error
+    return plain
+
+
+#: The members that version 1 lacks, with the values that held when it was written.
 _SINCE_1: dict[str, dict[str, object]] = {
     "header": {
         "source": None,
@@ -226,10 +267,8 @@ _SINCE_1: dict[str, dict[str, object]] = {
 }
 
 
-def _brought_up(plain: dict[str, object], version: int) -> dict[str, object]:
-    """Return a line of version 1 as the present version writes it; what does not fit is left for the reader."""
-    if version == LEDGER_VERSION:
-        return plain
+def _from_version_1(plain: dict[str, object]) -> dict[str, object]:
+    """Return a line of version 1 in the form of version 2; the reader reports what does not fit."""
     kind = str(plain["kind"])
     plain = {**_SINCE_1[kind], **plain}
     policy, stops, kept = plain.get("policy"), plain.get("stops"), plain.get("probabilities")
@@ -242,9 +281,4 @@ def _brought_up(plain: dict[str, object], version: int) -> dict[str, object]:
     return plain
 
 
-def _read_json(line: str, number: int, name: str) -> object:
-    try:
-        plain: object = strict_loads(line)
-    except CodecError as error:
-        raise LedgerError(f"{name} line {number}: {error}") from error
-    return plain
+VERSION = Version(what="ledger", major=LEDGER_VERSION, minor=LEDGER_MINOR, upgrades={1: _from_version_1})

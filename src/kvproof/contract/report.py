@@ -15,9 +15,11 @@ from kvproof.contract.results import (
     Verdict,
 )
 from kvproof.contract.sentences import brief, brief_html
+from kvproof.contract.upgrades import report_from_version_1
+from kvproof.contract.versions import Version
 
-#: Rises when a member changes its meaning or goes away.
-SCHEMA_VERSION = 1
+#: The major number rises when a member changes its meaning or goes away, the minor one when a member is added.
+VERSION = Version(what="schema", major=2, minor=0, upgrades={1: report_from_version_1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Report:
     """What one audit found."""
 
     schema_version: int
+    schema_minor: int
     verdict: Verdict
     summary: str
     environment: Environment

@@ -76,27 +76,123 @@ class SubjectInfo:
     abilities: tuple[Ability, ...]
 
 
+class Comparison(StrEnum):
+    """Which two computations of a row stand against each other."""
+
+    CACHED = "cached"  #: the cached path against the uncached one
+    CAUSALITY = "causality"  #: two uncached ways: the prefix alone, and within a longer sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactEvidence:
+    """The same row at the top rung, float64, and how far the declared dtype is from it."""
+
+    gap: float
+    noise: float  #: gap between two uncached ways, running maximum over positions
+    scale: float  #: the expected row's largest absolute logit
+    uncached_error: float  #: declared uncached row against the float64 row, running maximum
+    cached_error: float | None  #: declared cached row against the float64 row; None between two uncached ways
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceFlip:
+    """A choice of experts that the cached path makes otherwise, though all before it were made alike."""
+
+    position: int  #: of the token whose choice it is
+    number: int  #: of the top-k within the forward
+    taken: int  #: the candidate that the cached path takes
+    rejected: int  #: the candidate that the uncached path takes instead
+    margin: float  #: by which the uncached path's scores of the two differ
+    error: float  #: how far rounding moves these scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceEvidence:
+    """The row in the declared dtype once every choice of experts is the uncached path's."""
+
+    gap: float
+    uncached_error: float  #: against float64 with the same choices, running maximum
+    cached_error: float
+    sampled_error: float | None
+    flip: ChoiceFlip | None  #: the clearest choice that the cached path makes otherwise, where there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of one row, in absolute differences of logits: its verdict follows from this alone."""
+
+    comparison: Comparison = Comparison.CACHED
+    gap: float  #: in the declared dtype
+    allowed: float
+    noise: float  #: gap between two uncached ways, running maximum over positions
+    scale: float  #: the expected row's largest absolute logit
+    exact: ExactEvidence | None  #: None where there is no top rung
+    sampled_error: float | None = None  #: how far random rounding moves the row; measured only where it decides
+    #: The tables that the model holds in a lower dtype, where computing them in float64 ends the float64 gap.
+    rounded_tables: tuple[str, ...] = ()
+    choices: ChoiceEvidence | None = None  #: measured only where a choice of experts may have moved the row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
     """One prefix: its uncached row against its cached row, over the whole vocabulary."""
 
     ids: tuple[int, ...]
     tokens: str
-    gap: float  #: in the declared dtype
+    evidence: Evidence  #: from which the verdict follows, and can be judged again
     worst_id: int  #: the vocabulary entry with the largest difference
-    allowed: float
-    noise: float  #: gap between two uncached ways, running maximum over positions
-    scale: float  #: the expected row's largest absolute logit
-    top_gap: float | None  #: the gap in float64; None where the subject cannot be cast
-    top_noise: float | None
-    uncached_error: float | None  #: declared uncached row against the float64 row, running maximum
-    cached_error: float | None  #: declared cached row against the float64 row
-    sampled_error: float | None  #: how far random rounding moves the row; measured only where it decides
     margin: float  #: the expected row's largest logit minus its second largest
     margin_verdict: MarginVerdict  #: whether the gap could change the most likely token
     verdict: Verdict
     reason: str
     expected: tuple[float, ...] | None  #: the uncached row itself, where the vocabulary is small
+
+    @property
+    def gap(self) -> float:
+        """The gap in the declared dtype."""
+        return self.evidence.gap
+
+    @property
+    def allowed(self) -> float:
+        """The largest gap that counts as a match."""
+        return self.evidence.allowed
+
+    @property
+    def noise(self) -> float:
+        """The gap between two uncached ways, running maximum over positions."""
+        return self.evidence.noise
+
+    @property
+    def scale(self) -> float:
+        """The expected row's largest absolute logit."""
+        return self.evidence.scale
+
+    @property
+    def top_gap(self) -> float | None:
+        """The gap in float64; None where there is no top rung."""
+        return self.evidence.exact.gap if self.evidence.exact else None
+
+    @property
+    def top_noise(self) -> float | None:
+        """The noise in float64; None where there is no top rung."""
+        return self.evidence.exact.noise if self.evidence.exact else None
+
+    @property
+    def uncached_error(self) -> float | None:
+        """The uncached row's error against float64, by the choices that were judged."""
+        judged = self.evidence.choices or self.evidence.exact
+        return judged.uncached_error if judged else None
+
+    @property
+    def cached_error(self) -> float | None:
+        """The cached row's error against float64, by the choices that were judged."""
+        judged = self.evidence.choices or self.evidence.exact
+        return judged.cached_error if judged else None
+
+    @property
+    def sampled_error(self) -> float | None:
+        """How far random rounding moves the row; None where nothing asked for it."""
+        return self.evidence.choices.sampled_error if self.evidence.choices else self.evidence.sampled_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +220,14 @@ class Divergence:
     #: The sites at which an error enters, in words, in the order found and this finding's own first. Where it is
     #: confirmed, all else that differs carries an error on. Empty where nothing was put in any value's place.
     introduced: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Localisation:
+    """The first mismatch, or none, and how many values were compared to say so."""
+
+    divergence: Divergence | None
+    num_values: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,21 +274,21 @@ class FaultResult:
     """
 
     name: str
-    breaks: str = ""  #: the contract, in words
-    expected_stages: tuple[Stage, ...] = ()  #: the fault must first show at one of these
+    breaks: str  #: the contract, in words
+    expected_stages: tuple[Stage, ...]  #: the fault must first show at one of these
     layer: int | None  #: None for a fault outside the layers, or in all of them
-    position: int | None = None  #: how many tokens the cache held when it first acted; None: from the first on
+    position: int | None  #: how many tokens the cache held when it first acted; None: from the first on
     outcome: Outcome
     where: str | None  #: the first value that differs
     right_stage: bool | None  #: whether the fault must first show there; None where nothing differs
-    gap: float  #: of the first row that differs, relative to its largest logit
+    gap: float  #: of the first row that differs, relative to its largest logit; NaN where it is not known
     reason: str | None  #: what the decoder raised, or why not everything was compared
-    verdict: Verdict | None = None
-    largest_gap: float | None = None
-    tolerance: float | None = None
-    num_rows_beyond: int | None = None  #: rows whose gap exceeds the tolerance
-    margin: float | None = None  #: largest faulty gap ÷ largest clean gap
-    divergence: Divergence | None = None
+    verdict: Verdict | None
+    largest_gap: float | None
+    tolerance: float | None
+    num_rows_beyond: int | None  #: rows whose gap exceeds the tolerance
+    margin: float | None  #: largest faulty gap ÷ largest clean gap
+    divergence: Divergence | None
 
     @property
     def caught(self) -> bool:
@@ -217,7 +321,7 @@ class Certificate:
 
     dtype: str  #: in which the faults were planted
     sequence: tuple[int, ...]
-    mutants: tuple[FaultResult, ...]  #: one for each planted fault and place
+    faults: tuple[FaultResult, ...]  #: one for each planted fault and place
     not_planted: tuple[NotPlanted, ...]
     clean_gap: float  #: the largest relative gap of the same programs without a fault
     margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
@@ -226,12 +330,12 @@ class Certificate:
 
     def number(self, outcome: Outcome) -> int:
         """Return how many faults came to an outcome."""
-        return sum(result.outcome is outcome for result in self.mutants)
+        return sum(result.outcome is outcome for result in self.faults)
 
     @property
     def num_right(self) -> int:
         """How many of the faults that were caught first show where they must."""
-        return sum(result.caught and bool(result.right_stage) for result in self.mutants)
+        return sum(result.caught and bool(result.right_stage) for result in self.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,8 @@ def _parts(report: "Report") -> Iterator[str]:
         if names:
             yield f"{verdict.value} ({len(names)}): {', '.join(names)}"
     if report.certificate is not None:
-        caught = sum(result.caught for result in report.certificate.mutants)
-        yield f"certificate: {caught} of {len(report.certificate.mutants)} planted faults were caught"
+        caught = sum(result.caught for result in report.certificate.faults)
+        yield f"certificate: {caught} of {len(report.certificate.faults)} planted faults were caught"
     yield from (f"note: {note}" for note in report.notes)
 
 
@@ -62,7 +62,7 @@ def found(scenario: ScenarioResult) -> str | None:
 
 def finding(divergence: Divergence) -> str:
     """Say where a path went wrong first, what contract that breaks, and whether it was confirmed."""
-    lines = [f"{divergence.sentence}.", f"Likely contract: {divergence.contract}."]
+    lines = [f"{divergence.sentence}.", f"Likely cause: {divergence.contract}."]
     if divergence.introduced:
         lines.append(confirmation(divergence))
     return "\n".join(lines)
@@ -71,13 +71,15 @@ def finding(divergence: Divergence) -> str:
 def confirmation(divergence: Divergence) -> str:
     """Say whether putting the uncached values in place made the paths agree, and where that was needed."""
     places = divergence.introduced
-    agree = "the logits agree" if divergence.logits_differ else "every value agrees"
+    agree, made = "the logits agree", "the logits agree"
+    if not divergence.logits_differ:
+        agree, made = "every value agrees", "every value agree"
     if not divergence.confirmed:
-        more = f" and at {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        return f"Not confirmed: with the uncached value of {places[0]}{more}, it was not shown that {agree}."
+        more = f" and {len(places) - 1} more value{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
+        return f"Not confirmed: replacing {places[0]}{more} with uncached values does not show that {agree}."
     if len(places) == 1:
-        return f"Confirmed: with the uncached value of {places[0]} put in its place, {agree}."
+        return f"Confirmed: replacing {places[0]} with the uncached value makes {made}."
     return (
-        f"Confirmed in {len(places)} places, each wrong even where those before it are put right; with the "
-        f"uncached values of all of them, {agree}: {'; '.join(places)}."
+        f"Confirmed: replacing these {len(places)} values with the uncached ones makes {made}. Each is wrong "
+        f"independently of the ones before it: {'; '.join(places)}."
     )

@@ -91,7 +91,7 @@ LIKELY_CONTRACT: dict[Stage, str] = {
     Stage.MLP_OUT: "MLP or its normalisation",
     Stage.MLP_RESIDUAL: "residual addition after the MLP",
     Stage.FINAL_NORM: "final normalisation",
-    Stage.MODULE: "what this module computes, or keeps, differs between one call and many",
+    Stage.MODULE: "this module gives a different result when a sequence is fed in several calls",
     Stage.LOGITS: "readout",
     Stage.POLICY: "policy, tie rule, or generator state: the logits match and the chosen token differs",
 }

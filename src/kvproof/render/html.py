@@ -94,7 +94,7 @@ def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
         if top is not None:
             yield "Largest float64 gap", number(top), ""
     if report.certificate is not None:
-        caught, num = report.certificate.number(Outcome.CAUGHT), len(report.certificate.mutants)
+        caught, num = report.certificate.number(Outcome.CAUGHT), len(report.certificate.faults)
         equivalent = report.certificate.number(Outcome.EQUIVALENT)
         yield "Planted faults caught", f"{caught} of {num - equivalent}", ""
     num_unchecked = sum(s.verdict is Verdict.NOT_CHECKED for s in report.scenarios)
@@ -112,7 +112,7 @@ class _Matrix:
 
 
 def _matrix(certificate: Certificate) -> _Matrix:
-    results = certificate.mutants
+    results = certificate.faults
     layers = sorted({r.layer for r in results}, key=lambda layer: -1 if layer is None else layer)
     rows = []
     for name in dict.fromkeys(r.name for r in results):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kvproof.contract.report import Report
 from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.contract.sentences import finding_of
-from kvproof.render.sweep_markdown import plain
+from kvproof.render.sweep_markdown import escape
 
 
 def render(report: Report) -> str:
@@ -17,14 +17,14 @@ def _lines(report: Report) -> Iterator[str]:
     subject, made = report.subject, report.environment
     yield f"# kvproof: {report.verdict.value}"
     yield ""
-    yield plain(report.summary)
+    yield escape(report.summary)
     yield ""
     sizes = f"{subject.num_layers} layers, vocabulary {subject.vocab_size}, {subject.dtype}"
-    yield f"- {plain(subject.name)}, {sizes}"
-    yield f"- kvproof {made.kvproof}, torch {plain(made.torch)}, {plain(made.platform)}, {plain(made.created)}"
+    yield f"- {escape(subject.name)}, {sizes}"
+    yield f"- kvproof {made.kvproof}, torch {escape(made.torch)}, {escape(made.platform)}, {escape(made.created)}"
     if report.partial:
         yield "- partial: stopped before its end"
-    yield from (f"- {plain(note)}" for note in report.notes)
+    yield from (f"- {escape(note)}" for note in report.notes)
     yield ""
     yield "| scenario | rows | gap | float64 gap | verdict |"
     yield "|---|---:|---:|---:|---|"
@@ -32,13 +32,13 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     for scenario in report.scenarios:
         if scenario.verdict in (Verdict.DIVERGED, Verdict.INCONCLUSIVE, Verdict.VACUOUS):
-            yield f"**{plain(scenario.name)}**{' (advice)' if scenario.advice else ''}: "
-            yield from (f"{plain(line)}  " for line in finding_of(scenario).split("\n"))
+            yield f"**{escape(scenario.name)}**{' (advice)' if scenario.advice else ''}: "
+            yield from (f"{escape(line)}  " for line in finding_of(scenario).split("\n"))
             yield ""
     certificate = report.certificate
     if certificate is not None:
-        caught = sum(result.caught for result in certificate.mutants)
-        yield f"Certificate: {caught} of {len(certificate.mutants)} planted faults changed a row and were caught."
+        caught = sum(result.caught for result in certificate.faults)
+        yield f"Certificate: {caught} of {len(certificate.faults)} planted faults changed a row and were caught."
 
 
 def _row(scenario: ScenarioResult) -> str:
@@ -46,4 +46,4 @@ def _row(scenario: ScenarioResult) -> str:
     gaps = f"{scenario.largest_gap:.1e} | {max(top):.1e}" if top else f"{scenario.largest_gap:.1e} | "
     gaps = gaps if scenario.rows else " | "
     advice = " (advice)" if scenario.advice else ""
-    return f"| {plain(scenario.name)} | {len(scenario.rows)} | {gaps} | {scenario.verdict.value}{advice} |"
+    return f"| {escape(scenario.name)} | {len(scenario.rows)} | {gaps} | {scenario.verdict.value}{advice} |"

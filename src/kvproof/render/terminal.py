@@ -252,7 +252,7 @@ def _certificate(certificate: Certificate) -> Iterator[RichText]:
     """Say which of the planted faults the audit saw."""
     num = {outcome: certificate.number(outcome) for outcome in Outcome}
     text = (
-        f"certificate: of {len(certificate.mutants)} planted faults ({certificate.dtype}) "
+        f"certificate: of {len(certificate.faults)} planted faults ({certificate.dtype}) "
         f"{num[Outcome.CAUGHT]} changed a row and were caught, {certificate.num_right} of them at the right stage"
     )
     others = {

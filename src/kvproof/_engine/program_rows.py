@@ -1,0 +1,125 @@
+"""Runs one program on the cached path and judges every row that it gives.
+
+The program runs at all rungs in step. A row is judged as it comes, and let go. What first looks like a bug may
+be looked at twice more: once with tables that the model holds in a lower dtype computed in float64, and once
+with every choice of experts as the uncached path makes it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvproof._engine.expert_ties import rejudge_expert_ties
+from kvproof._engine.programs import Coverage, run_program
+from kvproof._engine.row_evidence import RowEvidence
+from kvproof._engine.rung import Rung
+from kvproof._engine.uncached_rows import Uncached
+from kvproof._engine.verdict_rules import are_equal_in_float64, may_come_from_tables
+from kvproof._numerics.gaps import gap_between
+from kvproof.contract.results import RowResult, Tolerance, Verdict
+from kvproof.errors import SubjectError
+from kvproof.faults import Fault, plant
+from kvproof.scenarios import Scenario
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRows:
+    """All rows of one program, and what its run did."""
+
+    rows: tuple[RowResult, ...]
+    #: The cached float64 rows of the first row of each verdict that is no pass, by the row's number.
+    exact_rows: dict[int, Tensor]
+    coverage: Coverage
+    without_exact: str | None  #: why the float64 rung was left out, where it alone raised
+
+    @property
+    def worst(self) -> int | None:
+        """The number of the first row that diverged, else of the first that does not pass."""
+        failing = [number for number, row in enumerate(self.rows) if not row.verdict.passes]
+        failing.sort(key=lambda number: self.rows[number].verdict is not Verdict.DIVERGED)
+        return failing[0] if failing else None
+
+
+class RowAuditor:
+    """Judges the rows of programs of one subject."""
+
+    def __init__(self, uncached: Uncached, tolerance: Tolerance) -> None:
+        self.uncached = uncached
+        self.subject = uncached.declared.subject
+        self.evidence = RowEvidence(self.subject, tolerance, uncached)
+
+    def judge_program(self, program: Scenario, fault: Fault | None) -> ProgramRows:
+        """Run a program and judge its rows; where float64 alone raises, by the declared dtype alone."""
+        without_exact = None
+        try:
+            coverage, rows, exact_rows = self._run(program, fault, self.uncached.rungs)
+        except SubjectError as error:
+            if self.uncached.top is None:
+                raise
+            coverage, rows, exact_rows = self._run(program, fault, [self.uncached.declared])
+            without_exact = str(error).splitlines()[0]
+        rows = self._excuse_rounded_tables(rows, program, fault)
+        rows = rejudge_expert_ties(self.uncached, self.evidence, program, fault, rows)
+        return ProgramRows(
+            rows=tuple(rows), exact_rows=exact_rows, coverage=coverage, without_exact=without_exact
+        )
+
+    def _run(
+        self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung]
+    ) -> tuple[Coverage, list[RowResult], dict[int, Tensor]]:
+        coverage, exact_rows, shown = Coverage(), dict[int, Tensor](), set[Verdict]()
+        rows: list[RowResult] = []
+        for result, exact in self._compare_rows(program, fault, rungs, coverage):
+            if exact is not None and not result.verdict.passes and result.verdict not in shown:
+                exact_rows[len(rows)] = exact  # other rows are let go at once: a vocabulary may be large
+                shown.add(result.verdict)
+            rows.append(result)
+        return coverage, rows, exact_rows
+
+    def _compare_rows(
+        self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage
+    ) -> Iterator[tuple[RowResult, Tensor | None]]:
+        """Run the cached path at the rungs in step; yield each row's result, and its row at the top rung."""
+        runs = [
+            # What the rungs do in step is counted once.
+            run_program(rung.subject, program, plant(fault), coverage if first else None)
+            for first, rung in zip((True, *(False,) * len(rungs)), rungs, strict=False)
+        ]
+        for calls in zip(*runs, strict=True):
+            self.uncached.measure(row.prefix for row in calls[0].rows)
+            for rows in zip(*(call.rows for call in calls), strict=True):
+                exact = rows[1].logits if len(rows) > 1 else None
+                yield self.evidence.compare(rows[0], exact), exact
+
+    def _excuse_rounded_tables(
+        self, rows: list[RowResult], program: Scenario, fault: Fault | None
+    ) -> list[RowResult]:
+        """Judge again what diverges by no more than tables in a lower dtype leave, if exact tables end it."""
+        unit = torch.finfo(getattr(torch, self.subject.info.dtype)).eps
+        diverged = [row for row in rows if row.verdict is Verdict.DIVERGED]
+        if not diverged or not all(may_come_from_tables(row.evidence, unit) for row in diverged):
+            return rows
+        exact = self.uncached.exact_tables()
+        if exact is None:
+            return rows
+        rung, tables = exact
+        try:
+            if not self._agrees(rung, program, fault):
+                return rows
+        except SubjectError:  # what was found stands
+            return rows
+        return [
+            self.evidence.add_rounded_tables(row, tables) if row.verdict is Verdict.DIVERGED else row
+            for row in rows
+        ]
+
+    def _agrees(self, rung: Rung, program: Scenario, fault: Fault | None) -> bool:
+        """Run a program at one float64 rung and say whether every row is the uncached one."""
+        for call in run_program(rung.subject, program, plant(fault)):
+            for row in call.rows:
+                expected = self.uncached.row_of(rung, row.prefix)
+                if not are_equal_in_float64(gap_between(expected, row.logits)):
+                    return False
+        return True

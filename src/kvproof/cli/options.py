@@ -1,0 +1,81 @@
+"""What several commands share: exit statuses, and the options that say how a model is loaded."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvproof.subjects._targets import LoadOptions
+
+#: Exit statuses that no verdict uses.
+EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 5, 70, 73, 130
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTIONS = ("eager", "sdpa")
+
+#: A file that is read or written, and no folder.
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a target is loaded, as it was typed."""
+
+    dtype: str | None
+    attention: str
+    device: str
+    config: Path | None
+    network: bool
+    trust_remote_code: bool
+
+    def options(self, seed: int) -> "LoadOptions":
+        """Return what `load_target` takes."""
+        from kvproof.subjects._targets import LoadOptions
+
+        return LoadOptions(
+            dtype=self.dtype,
+            seed=seed,
+            attention=self.attention,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            network=self.network,
+            config=self.config,
+        )
+
+
+_NETWORK = click.option(
+    "--download", "network", is_flag=True, help="Fetch org/name from the hub if it is not cached."
+)
+_REMOTE_CODE = click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+_LOADING = (
+    click.option(
+        "--dtype", type=click.Choice(DTYPES), help="Declared dtype. Default: float32, or the factory's own."
+    ),
+    click.option("--attention", type=click.Choice(ATTENTIONS), default="eager", show_default=True),
+    click.option("--device", default="cpu", show_default=True, help="Device to run on, such as cuda or cuda:1."),
+    click.option("--config", type=FILE, help="Instead of TARGET: a random model of exactly this config.json."),
+    _NETWORK,
+    _REMOTE_CODE,
+)
+
+
+def permission_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that allow a model to be fetched, and to bring code of its own."""
+    return _NETWORK(_REMOTE_CODE(command))
+
+
+def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of loading; the command gets them as one value, ``loading``."""
+
+    @functools.wraps(command)
+    def with_loading(**values: Any) -> Any:
+        members = {name: values.pop(name) for name in Loading.__dataclass_fields__}
+        return command(loading=Loading(**members), **values)
+
+    for option in reversed(_LOADING):
+        with_loading = option(with_loading)
+    return with_loading

@@ -1,0 +1,74 @@
+"""The commands that take a saved report: ``kvproof render`` and ``kvproof shrink``."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import click
+
+from kvproof.cli.options import FILE
+from kvproof.cli.outputs import complain, print_text, write_outputs
+from kvproof.cli.progress import show_progress
+
+#: The forms of a report, each of which is a module of `kvproof.render`.
+FORMS = {
+    "html": "html",
+    "junit": "junit",
+    "sarif": "sarif",
+    "markdown": "markdown",
+    "json": "json",
+    "text": "terminal",
+}
+
+
+@click.command()
+@click.argument("report_file", metavar="REPORT", type=FILE)
+@click.option(
+    "--to", "form", type=click.Choice(FORMS), required=True, help="text is what an audit prints in a pipe."
+)
+@click.option("--out", type=FILE, help="Write this file. Default: standard output.")
+def render(report_file: Path, form: str, out: Path | None) -> None:
+    """Show a saved report in another form.
+
+    REPORT is the report.json of `kvproof audit --report DIR`, or one that the pytest plugin kept. Exits with 0
+    whatever the verdict is.
+    """
+    import importlib
+
+    from kvproof._system.files import write_whole
+    from kvproof.render.json import read
+
+    report = read(report_file, on_note=complain)
+    text: str = importlib.import_module(f"kvproof.render.{FORMS[form]}").render(report)
+    output = (lambda: print_text(text)) if out is None else (lambda: write_whole(out, text.encode()))
+    sys.exit(write_outputs([output], 0))
+
+
+@click.command()
+@click.argument("report_file", metavar="REPORT", type=FILE)
+@click.option("--out", type=FILE, help="Write this file. Default: reproduction.py beside REPORT.")
+@click.option("--scenario", metavar="NAME", help="Shrink what diverged in this scenario. Default: the first.")
+@click.option("--quiet", is_flag=True, help="Print only errors; no progress bar.")
+def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: bool) -> None:
+    """Shrink a finding to one short file that shows it without kvproof.
+
+    REPORT is the report.json of `kvproof audit --report DIR`. Looks for the simplest program that still fails,
+    and for random models the simplest model, writes both out with torch and transformers alone, and runs that
+    file. Exits with 0 if it reproduces the finding, with 1 if it does not.
+    """
+    with show_progress(quiet) as progress:
+        from kvproof._shrinking.reproduce import reproduce
+        from kvproof._system.machine import use_one_thread
+        from kvproof.render.json import read
+
+        report = read(report_file, on_note=complain)
+        file = report_file.with_name("reproduction.py") if out is None else out
+        tiny = report.request is not None and (report.request.target or "").startswith("random:")
+        with use_one_thread() if tiny else nullcontext():
+            done = reproduce(report, file, name=str(report_file), only=scenario, on_stage=progress.stage)
+    outcome = "reproduces it" if done.reproduces else "does NOT reproduce it"
+    if not done.reproduces:
+        complain(f"{done.file} was run and {outcome}: {done.output}")
+        sys.exit(1)
+    text = f"{done.sentence}\n{done.file}: {done.num_lines} lines; it was run and {outcome}: {done.output}\n"
+    sys.exit(write_outputs([] if quiet else [lambda: print_text(text)], 0))
