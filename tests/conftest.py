@@ -52,3 +52,9 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture
 def subject(checkpoint: Checkpoint) -> ReferenceSubject:
     return ReferenceSubject(checkpoint)
+
+
+@pytest.fixture
+def uncounted(checkpoint: Checkpoint) -> ReferenceSubject:
+    """The reference decoder without its cache's own guard: a wrong number of entries reaches the logits."""
+    return ReferenceSubject(checkpoint, counts_entries=False)

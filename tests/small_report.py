@@ -5,6 +5,7 @@ The vocabulary's first token is one that a renderer might take for its own marku
 
 import dataclasses
 import math
+from typing import Any
 
 from kvproof.contract.environment import Environment
 from kvproof.contract.ledger import End, Entry, Header, MarginVerdict, Run, Source, Step, StopReason
@@ -30,7 +31,6 @@ from kvproof.contract.results import (
     FaultResult,
     FourWays,
     KeptSlot,
-    Mutant,
     NotPlanted,
     Outcome,
     RowResult,
@@ -231,12 +231,22 @@ MILESTONE = Milestone(
     ),
     notes=("A note.",),
 )
+
+
+def planted(name: str, **members: Any) -> FaultResult:
+    """Return what came of a fault in the certificate."""
+    in_audit = ("verdict", "largest_gap", "tolerance", "num_rows_beyond", "margin", "divergence")
+    return FaultResult(
+        name=name, breaks="a contract", expected_stages=(Stage.CACHE_K,), **members, **dict.fromkeys(in_audit)
+    )
+
+
 CERTIFICATE = Certificate(
     dtype="float64",
     sequence=(0, 1, 2, 3),
-    mutants=(
-        Mutant(
-            fault="stale-slot",
+    faults=(
+        planted(
+            "stale-slot",
             layer=1,
             position=2,
             outcome=Outcome.CAUGHT,
@@ -245,8 +255,8 @@ CERTIFICATE = Certificate(
             gap=0.5,
             reason=None,
         ),
-        Mutant(
-            fault="missing-append",
+        planted(
+            "missing-append",
             layer=None,
             position=2,
             outcome=Outcome.RAISED,
@@ -255,8 +265,8 @@ CERTIFICATE = Certificate(
             gap=0.0,
             reason="layer 0 holds 1 entries where 2 tokens were consumed",
         ),
-        Mutant(
-            fault="heads-out-of-order",
+        planted(
+            "heads-out-of-order",
             layer=1,
             position=2,
             outcome=Outcome.HIDDEN,
@@ -389,28 +399,38 @@ REPORT = Report(
         FaultResult(
             name="wrong-layer",
             breaks="layer 0 reads layer 1's cache",
-            expected_stage=Stage.CACHE_K,
+            expected_stages=(Stage.CACHE_K,),
+            layer=0,
+            position=None,
+            outcome=Outcome.CAUGHT,
+            where="cache_k of layer 0",
+            gap=0.5,
+            reason=None,
             verdict=Verdict.DIVERGED,
             largest_gap=12.5,
             tolerance=1e-5,
             num_rows_beyond=1,
             margin=math.inf,
             divergence=DIVERGENCE,
-            caught=True,
             right_stage=True,
         ),
         FaultResult(
             name="no-op",
             breaks="nothing at all",
-            expected_stage=Stage.POSITION,
+            expected_stages=(Stage.POSITION,),
+            layer=None,
+            position=None,
+            outcome=Outcome.EQUIVALENT,
+            where=None,
+            gap=0.0,
+            reason=None,
             verdict=Verdict.MATCH,
             largest_gap=0.0,
             tolerance=1e-5,
             num_rows_beyond=0,
             margin=0.0,
             divergence=None,
-            caught=False,
-            right_stage=False,
+            right_stage=None,
         ),
     ),
     certificate=CERTIFICATE,

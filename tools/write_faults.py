@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvproof.contract.stages import Stage
-from kvproof.faults import CatalogueFault, catalogue
+from kvproof.faults import Fault, catalogue
 
 TARGET = Path(__file__).parents[1] / "docs" / "faults.md"
 
@@ -86,7 +86,7 @@ def _lines() -> Iterator[str]:
     yield from map(_row, faults)
 
 
-def _row(fault: CatalogueFault) -> str:
+def _row(fault: Fault) -> str:
     stages = ", ".join(stage.value for stage in Stage if stage in fault.stages)
     return f"| {fault.name} | {fault.breaks} | {', '.join(fault.seen_by)} | {stages} |"
 

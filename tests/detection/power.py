@@ -31,11 +31,11 @@ def whole_scenarios(certifier: Certifier, boundaries: Boundaries) -> Iterator[tu
 
     Scenarios that cannot run on the subject are left out. The fault ``none`` stands for none at all.
     """
-    ground = certifier.ground
-    subject = ground.subject
+    site = certifier.site
+    subject = certifier.rung.subject
     seen_by = {fault.name: fault.seen_by for fault in catalogue()}
     forms: dict[str, list[Scenario]] = {}
-    for program in scenarios(ground.sequence, ground.other, boundaries):
+    for program in scenarios(site.sequence, site.other, boundaries):
         if not program.skipped and program.needs <= set(subject.info.abilities):
             forms.setdefault(program.name, []).append(program)
     longest = {s for programs in forms.values() for p in programs for s in longest_sequences(p)}
@@ -43,11 +43,11 @@ def whole_scenarios(certifier: Certifier, boundaries: Boundaries) -> Iterator[tu
     for name in sorted(forms.keys() & {name for names in seen_by.values() for name in names}):
         yield "none", name, is_seen(subject, runs, Planting(), forms[name])
     for fault in catalogue():
-        for layer in list(fault.layers(ground))[-1:]:
-            place = Place(layer=layer, position=POSITION, ground=ground)
+        for layer in list(fault.layers(site))[-1:]:
+            place = Place(layer=layer, position=POSITION, site=site)
             for name in fault.seen_by:
                 if name in forms:
-                    yield fault.name, name, is_seen(subject, runs, fault.plant(place), forms[name])
+                    yield fault.name, name, is_seen(subject, runs, fault.make(place), forms[name])
 
 
 def is_seen(subject: Subject, runs: OnePassRuns, planting: Planting, forms: list[Scenario]) -> bool:

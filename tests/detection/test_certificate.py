@@ -30,8 +30,7 @@ from kvproof._engine.certificate import Certifier
 from kvproof._engine.prompts import random_sequences
 from kvproof.contract.codec import from_plain
 from kvproof.contract.results import Certificate, Outcome
-from kvproof.faults import catalogue
-from kvproof.faults import probe as survey_of
+from kvproof.faults import catalogue, probe
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked_prefill, token_by_token
 
@@ -89,20 +88,20 @@ def test_every_scenario_sees_the_faults_that_it_must_see(power: dict[str, dict[s
     assert len(clean) >= NUM_SCENARIOS[name]
     faulty = {(fault, scenario): seen for fault, scenario, seen in found if fault != "none"}
     assert [pair for pair, seen in faulty.items() if not seen] == []
-    planted = {m["fault"] for m in power[name]["certificate"]["mutants"]}
+    planted = {m["name"] for m in power[name]["certificate"]["faults"]}
     assert {fault for fault, _ in faulty} == planted
 
 
 def check_power(name: str, certificate: Certificate) -> None:
     assert certificate.problem is None, name
-    seen = [m for m in certificate.mutants if m.outcome is not Outcome.EQUIVALENT]
+    seen = [m for m in certificate.faults if m.outcome is not Outcome.EQUIVALENT]
     assert [m for m in seen if m.outcome is Outcome.HIDDEN] == [], name
     assert [m for m in seen if m.outcome is Outcome.CAUGHT and not m.right_stage] == [], name
     assert len(seen) > 40, name
     assert certificate.margin is not None
     assert certificate.margin > 1000, name
 
-    planted = {m.fault for m in certificate.mutants}
+    planted = {m.name for m in certificate.faults}
     left_out = {n.fault: n.reason for n in certificate.not_planted}
     assert planted | set(left_out) == {fault.name for fault in catalogue()}
     assert planted & set(left_out) == set()
@@ -117,17 +116,17 @@ def check_power(name: str, certificate: Certificate) -> None:
 
 
 def test_every_fault_has_a_place_on_some_architecture():
-    grounds = [survey_of(model(name), *random_sequences(model(name), 16, 0)) for name in ARCHITECTURES]
-    placed = {fault.name for fault in catalogue() if any(list(fault.layers(ground)) for ground in grounds)}
+    sites = [probe(model(name), *random_sequences(model(name), 16, 0)) for name in ARCHITECTURES]
+    placed = {fault.name for fault in catalogue() if any(list(fault.layers(site)) for site in sites)}
     assert {fault.name for fault in catalogue()} - placed == {"weights-hide-newest"}  # the reference decoder's
 
 
 def test_the_reference_decoder_is_certified_too(subject: ReferenceSubject):
     certificate = certified(subject, SEQUENCES[0], SEQUENCES[2])
     assert certificate.problem is None
-    assert {m.outcome for m in certificate.mutants} == {Outcome.CAUGHT, Outcome.RAISED}
-    assert all(m.right_stage for m in certificate.mutants if m.outcome is Outcome.CAUGHT)
-    refused = {m.fault for m in certificate.mutants if m.outcome is Outcome.RAISED}
+    assert {m.outcome for m in certificate.faults} == {Outcome.CAUGHT, Outcome.RAISED}
+    assert all(m.right_stage for m in certificate.faults if m.outcome is Outcome.CAUGHT)
+    refused = {m.name for m in certificate.faults if m.outcome is Outcome.RAISED}
     assert {"duplicate-append", "missing-append", "tail-survives-crop"} <= refused  # its cache counts its entries
 
 
@@ -140,7 +139,7 @@ def test_decoders_of_any_size_are_certified(subject: ReferenceSubject, data: st.
     ids = st.integers(0, subject.info.vocab_size - 1)
     first = data.draw(st.lists(ids, min_size=4, max_size=4, unique=True))
     certificate = certified(subject, tuple(first), tuple(reversed(first)))
-    assert all(m.right_stage for m in certificate.mutants if m.outcome is Outcome.CAUGHT)
+    assert all(m.right_stage for m in certificate.faults if m.outcome is Outcome.CAUGHT)
 
 
 def small(change: Callable[[torch.nn.Module], None] = lambda model: None, **sizes: int) -> TransformersSubject:
@@ -208,7 +207,7 @@ def test_a_fault_that_changes_nothing_here_is_no_evidence():
     """One key head has no neighbour to trade places with."""
     subject = small(num_key_value_heads=1, num_hidden_layers=1)
     certificate = certified(subject, *random_sequences(subject, 8, 0))
-    outcomes = {m.outcome for m in certificate.mutants if m.fault == "heads-out-of-order"}
+    outcomes = {m.outcome for m in certificate.faults if m.name == "heads-out-of-order"}
     assert outcomes == {Outcome.EQUIVALENT}
     assert certificate.problem is None
 
@@ -252,6 +251,6 @@ def test_planting_leaves_the_subject_as_it_was():
 
 
 def test_few_layers_are_chosen_from_many():
-    ground = survey_of(model("llama").cast(torch.float64), (1, 2, 3, 4), (5, 6, 7, 8))
-    many = dataclasses.replace(ground, kept=ground.kept * 4)
-    assert many.layers("k", "v") == [0, 8, 15]
+    site = probe(model("llama").cast(torch.float64), (1, 2, 3, 4), (5, 6, 7, 8))
+    many = dataclasses.replace(site, kept=site.kept * 4)
+    assert many.layers_keeping("k", "v") == [0, 8, 15]

@@ -8,7 +8,6 @@ import torch
 from tests.strategies import random_subject
 
 from kvproof import ReferenceSubject, Report, Verdict, audit, faults
-from kvproof.faults import Planting
 from kvproof.reference import DecoderConfig
 from kvproof.render import terminal
 from kvproof.scenarios import (
@@ -193,9 +192,7 @@ def test_a_fault_is_planted_in_what_can_be_run(healthy: ReferenceSubject, other:
 
 
 def test_a_fault_is_not_caught_by_advice_that_diverges_anyway(broken: NoWarmBlocks):
-    nothing = dataclasses.replace(
-        faults.wrong_position(), plant=lambda: Planting(lambda: lambda site, value: value)
-    )
+    nothing = dataclasses.replace(faults.wrong_position(), make=lambda place: faults.Planting())
     report = audit(broken, [STEPS, ADVICE], faults=[nothing])
     (result,) = report.faults
     assert not result.caught

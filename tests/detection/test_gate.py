@@ -117,10 +117,7 @@ def test_a_cache_that_refuses_nothing_fails_the_shapes(checkpoint: Checkpoint, m
 def harmless() -> Fault:
     fault = position_off_by_one()
     return Fault(
-        name="wrong-position",
-        breaks="nothing",
-        first_stage=fault.first_stage,
-        plant=lambda: Planting(lambda: keep),
+        name="wrong-position", breaks="nothing", stages=fault.stages, make=lambda place: Planting(lambda: keep)
     )
 
 
@@ -142,9 +139,7 @@ def test_a_failure_named_at_the_wrong_stage_fails_the_gate(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
     mask = mask_off_by_one()
-    fake = Fault(
-        name="wrong-layer", breaks="the mask", first_stage=position_off_by_one().first_stage, plant=mask.plant
-    )
+    fake = Fault(name="wrong-layer", breaks="the mask", stages=position_off_by_one().stages, make=mask.make)
     monkeypatch.setattr(milestone_module, "wrong_layer", lambda: fake)
     assert failing(milestone(checkpoint)) == [FAILURES]
 

@@ -33,7 +33,12 @@ def always(*sites: Site) -> Fault:
     def tap(site: Site, value: Tensor) -> Tensor:
         return value * 1.5 + 0.25 if site in sites else value
 
-    return Fault(name="always", breaks="sites", first_stage=sites[0].stage, plant=lambda: Planting(lambda: tap))
+    return Fault(
+        name="always",
+        breaks="sites",
+        stages=frozenset({sites[0].stage}),
+        make=lambda place: Planting(lambda: tap),
+    )
 
 
 def padded(ids: tuple[int, ...]) -> Scenario:
@@ -71,7 +76,9 @@ def test_padding_keeps_its_own_values():
 
     subject = subject_of("llama")
     ids = ids_for(subject)
-    fault = Fault(name="seen", breaks="new_q", first_stage=Stage.NEW_Q, plant=lambda: Planting(lambda: tap))
+    fault = Fault(
+        name="seen", breaks="new_q", stages=frozenset({Stage.NEW_Q}), make=lambda place: Planting(lambda: tap)
+    )
     assert found(subject, padded(ids), fault=fault).confirmed
     top = subject.cast(torch.float64)
     recorder = Recorder()

@@ -58,7 +58,9 @@ def changing(site: Site, change: Callable[[Tensor], None], *, call: int) -> Faul
 
         return tap
 
-    return Fault(name="changed", breaks=str(site), first_stage=site.stage, plant=lambda: Planting(plant))
+    return Fault(
+        name="changed", breaks=str(site), stages=frozenset({site.stage}), make=lambda place: Planting(plant)
+    )
 
 
 class Tampered(TransformersSubject):

@@ -154,7 +154,11 @@ NAMED = {
         "$.scenarios[0].rows[0].evidence.gap must be a number, not None",
     ),
     "a number for a string": (("summary",), 3, "$.summary must be a string, not 3"),
-    "a number for a boolean": (("faults", 1, "caught"), 1, "$.faults[1].caught must be true or false, not 1"),
+    "a number for a boolean": (
+        ("faults", 0, "right_stage"),
+        1,
+        "$.faults[0].right_stage must be true or false, not 1",
+    ),
     "an object for a list": (("constants",), {}, "$.constants must be a list, not {}"),
     "a string for a list": (("scenarios", 1, "rows"), "rows", "$.scenarios[1].rows must be a list, not 'rows'"),
     "a list for an object": (("environment",), [], "$.environment must be an object, not []"),

@@ -1,7 +1,5 @@
 """Introduced and propagated error are told apart: with the right values put right, the paths agree."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -16,7 +14,7 @@ from kvproof._engine.uncached_values import LiteralRuns
 from kvproof._numerics.taps import Tap
 from kvproof.contract.results import Divergence
 from kvproof.contract.stages import IN_LAYER, SHOWN_BY_ADAPTERS, Site, Stage
-from kvproof.faults import Fault, Planting
+from kvproof.faults import Fault, Place, Planting
 from kvproof.faults._plantings import EditOnce
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
@@ -57,15 +55,17 @@ def wrong_at(*sites: Site) -> Fault:
             return value
         return value * 1.5 + 0.25 if value.is_floating_point() else torch.zeros_like(value)
 
-    return Fault(name="wrong", breaks="sites", first_stage=sites[0].stage, plant=lambda: Planting(lambda: tap))
+    return Fault(
+        name="wrong", breaks="sites", stages=frozenset({sites[0].stage}), make=lambda place: Planting(lambda: tap)
+    )
 
 
 ONE_PLACE = [
     (faults.wrong_position(), "position"),
-    (faults.token_fed_twice(), "token"),
-    (faults.heads_out_of_order(), "new_k of layer 0"),
-    (faults.missing_append(), "cache_len of layer 0 (by way of attn_out of layer 0)"),
-    (faults.duplicate_append(layer=1), "cache_len of layer 1 (by way of attn_out of layer 1)"),
+    (faults.find("token-fed-twice"), "token"),
+    (faults.find("heads-out-of-order"), "new_k of layer 0"),
+    (faults.find("missing-append").at(layer=0), "cache_len of layer 0 (by way of attn_out of layer 0)"),
+    (faults.find("duplicate-append").at(layer=1), "cache_len of layer 1 (by way of attn_out of layer 1)"),
     (faults.mask_off_by_one(), "attn_weights of layer 0 (by way of attn_out of layer 0)"),
     (faults.disturbed(Stage.FINAL_NORM), "final_norm"),
     (faults.disturbed(Stage.LOGITS), "logits"),
@@ -75,9 +75,9 @@ ONE_PLACE = [
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(("fault", "place"), ONE_PLACE, ids=lambda value: getattr(value, "name", ""))
 def test_a_fault_at_one_place_is_confirmed_there_alone(
-    subject: ReferenceSubject, fault: Fault, place: str, one_pass: bool
+    uncounted: ReferenceSubject, fault: Fault, place: str, one_pass: bool
 ):
-    divergence = found(subject, token_by_token(SEQUENCES[0]), fault, one_pass=one_pass)
+    divergence = found(uncounted, token_by_token(SEQUENCES[0]), fault, one_pass=one_pass)
     assert (divergence.confirmed, divergence.introduced) == (True, (place,))
 
 
@@ -85,7 +85,7 @@ def test_a_fault_at_one_place_is_confirmed_there_alone(
     ("fault", "places"),
     [
         (faults.wrong_layer(), ("cache_k of layer 1", "cache_v of layer 1")),
-        (faults.stale_slot(), ("cache_k of layer 0", "cache_v of layer 0")),
+        (faults.find("stale-slot"), ("cache_k of layer 0", "cache_v of layer 0")),
         (wrong_at(Site(Stage.NEW_Q, 1), Site(Stage.MLP_OUT, 0)), ("mlp_out of layer 0", "new_q of layer 1")),
         (
             wrong_at(Site(Stage.ATTN_WEIGHTS, 0), Site(Stage.CACHE_K, 0), Site(Stage.FINAL_NORM)),
@@ -125,7 +125,12 @@ def test_what_a_session_keeps_wrong_is_confirmed_where_it_is_read(subject: Refer
     def change(layers: tuple[dict[str, Tensor], ...], session: Session) -> None:
         layers[1]["k"] = layers[1]["k"] + 0.5
 
-    fault = Fault(name="kept", breaks="keys", first_stage=Stage.CACHE_K, plant=lambda: EditOnce(1, change))
+    fault = Fault(
+        name="kept",
+        breaks="keys",
+        stages=frozenset({Stage.CACHE_K}),
+        make=lambda place: EditOnce(Place(position=1), change),
+    )
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
     assert (divergence.confirmed, divergence.introduced) == (True, ("cache_k of layer 1",))
 
@@ -163,7 +168,7 @@ def test_more_places_than_the_bound_are_not_confirmed(deep: ReferenceSubject):
 def test_a_run_that_raises_confirms_nothing_and_the_finding_stands(subject: ReferenceSubject):
     runs: list[int] = []
 
-    def plant() -> Callable[[], Tap]:
+    def make(place: Place) -> Planting:
         runs.append(1)
 
         def tap(site: Site, value: Tensor) -> Tensor:
@@ -175,7 +180,7 @@ def test_a_run_that_raises_confirms_nothing_and_the_finding_stands(subject: Refe
 
         return Planting(lambda: tap)
 
-    fault = Fault(name="raising", breaks="the second run", first_stage=Stage.NEW_Q, plant=plant)
+    fault = Fault(name="raising", breaks="the second run", stages=frozenset({Stage.NEW_Q}), make=make)
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
     assert len(runs) == 2
     assert divergence.stage is Stage.NEW_Q
@@ -234,7 +239,9 @@ def test_a_known_bad_row_is_as_far_as_another_run_goes(deep: ReferenceSubject, m
             value = each(site, value)
         return value
 
-    fault = Fault(name="two", breaks="two tokens", first_stage=Stage.NEW_Q, plant=lambda: Planting(lambda: tap))
+    fault = Fault(
+        name="two", breaks="two tokens", stages=frozenset({Stage.NEW_Q}), make=lambda place: Planting(lambda: tap)
+    )
     divergence = found(deep, token_by_token(IDS), fault, until=IDS[:3])
     assert (divergence.position, divergence.confirmed) == (2, True)
     assert counted.calls == 3 + 3
@@ -251,7 +258,10 @@ def test_a_pointer_in_the_declared_dtype_is_not_put_to_the_test(
         return value.to(torch.bfloat16).to(value.dtype) if lower else value
 
     fault = Fault(
-        name="low", breaks="float32 alone", first_stage=Stage.CACHE_K, plant=lambda: Planting(lambda: rounded)
+        name="low",
+        breaks="float32 alone",
+        stages=frozenset({Stage.CACHE_K}),
+        make=lambda place: Planting(lambda: rounded),
     )
     counted = Counted(monkeypatch)
     divergence = found(subject, token_by_token(SEQUENCES[0]), fault, rung="declared")

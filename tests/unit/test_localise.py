@@ -18,21 +18,21 @@ from kvproof.scenarios import Ability, chunked_prefill, interleaved_requests, ro
 
 FAULTS = [
     faults.wrong_position(),
-    faults.missing_append(),
-    faults.duplicate_append(),
+    faults.find("missing-append").at(layer=0),
+    faults.find("duplicate-append").at(layer=0),
     faults.wrong_layer(),
-    faults.stale_slot(),
-    faults.swapped_keys_and_values(),
+    faults.find("stale-slot"),
+    faults.find("swapped-kv"),
     faults.mask_off_by_one(),
     faults.cancelling_pair(),
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_one_pass_finds_what_literal_runs_find(subject: ReferenceSubject, fault: Fault):
+def test_one_pass_finds_what_literal_runs_find(uncounted: ReferenceSubject, fault: Fault):
     scenario = token_by_token(SEQUENCES[0])
-    literal = localise(subject, scenario, fault=fault).divergence
-    one_pass = localise(subject, scenario, fault=fault, one_pass=True).divergence
+    literal = localise(uncounted, scenario, fault=fault).divergence
+    one_pass = localise(uncounted, scenario, fault=fault, one_pass=True).divergence
     assert literal is not None
     assert one_pass is not None
     assert (one_pass.stage, one_pass.layer, one_pass.position, one_pass.slot, one_pass.contract) == (
@@ -58,11 +58,11 @@ def test_one_pass_finds_nothing_in_a_healthy_path_and_compares_as_much(subject: 
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_rows_in_tiny_blocks_change_no_finding(
-    subject: ReferenceSubject, monkeypatch: pytest.MonkeyPatch, fault: Fault, one_pass: bool
+    uncounted: ReferenceSubject, monkeypatch: pytest.MonkeyPatch, fault: Fault, one_pass: bool
 ):
     """All rows of a large vocabulary, several times over, filled the memory."""
     scenario = token_by_token(SEQUENCES[0])
-    whole = localise(subject, scenario, fault=fault, one_pass=one_pass)
+    whole = localise(uncounted, scenario, fault=fault, one_pass=one_pass)
     kept: list[int] = []
     plain = ReferenceSubject._kept_rows
 
@@ -71,9 +71,9 @@ def test_rows_in_tiny_blocks_change_no_finding(
         return plain(self, ids, tap, keep)
 
     monkeypatch.setattr(ReferenceSubject, "_kept_rows", counted)
-    monkeypatch.setattr(rung, "BLOCK_BYTES", 2 * 8 * subject.info.vocab_size)
+    monkeypatch.setattr(rung, "BLOCK_BYTES", 2 * 8 * uncounted.info.vocab_size)
     monkeypatch.setattr(rung, "KEPT_BYTES", 0)
-    assert localise(subject, scenario, fault=fault, one_pass=one_pass) == whole
+    assert localise(uncounted, scenario, fault=fault, one_pass=one_pass) == whole
     assert max(kept) == 2
 
 
@@ -123,8 +123,8 @@ def test_a_prefix_consumed_twice_does_not_end_the_search_early(subject: Referenc
     fault = Fault(
         name="second",
         breaks="the call after the crop",
-        first_stage=Stage.NEW_Q,
-        plant=lambda: Planting(lambda: tap),
+        stages=frozenset({Stage.NEW_Q}),
+        make=lambda place: Planting(lambda: tap),
     )
     found = localise(subject, scenario, fault=fault, until=tuple(sequence[:2])).divergence
     assert found is not None
@@ -179,7 +179,9 @@ def _adding(site: Site, sizes: dict[tuple[int, int, int], float], call: int) -> 
 
         return tap
 
-    return Fault(name="adding", breaks=str(site), first_stage=site.stage, plant=lambda: Planting(plant))
+    return Fault(
+        name="adding", breaks=str(site), stages=frozenset({site.stage}), make=lambda place: Planting(plant)
+    )
 
 
 ALIKE = {

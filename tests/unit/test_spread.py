@@ -19,11 +19,11 @@ from kvproof.subjects import ReferenceSubject
 PLANTED = [
     faults.wrong_position(),
     faults.wrong_layer(),
-    faults.duplicate_append(),
-    faults.stale_slot(),
+    faults.find("duplicate-append").at(layer=0),
+    faults.find("stale-slot"),
     faults.mask_off_by_one(),
-    faults.heads_out_of_order(),
-    faults.token_fed_twice(),
+    faults.find("heads-out-of-order"),
+    faults.find("token-fed-twice").at(position=1),
 ]
 
 
@@ -51,9 +51,9 @@ def test_a_healthy_program_has_no_wrong_value(subject: ReferenceSubject):
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
-def test_the_first_wrong_value_is_the_one_that_the_audit_names(fault: Fault, subject: ReferenceSubject):
+def test_the_first_wrong_value_is_the_one_that_the_audit_names(fault: Fault, uncounted: ReferenceSubject):
     program = token_by_token(SEQUENCES[0])
-    report = audit(subject, [program], faults=[fault], spread=True)
+    report = audit(uncounted, [program], faults=[fault], spread=True)
     clean, spread = report.spreads
     assert (clean.fault, spread.fault) == (None, fault.name)
     assert wrong(clean) == []
@@ -82,7 +82,7 @@ def test_a_long_program_is_shown_around_its_first_mismatch(checkpoint: Checkpoin
     decoder = initialised(DecoderConfig(context_len=80), 0).eval().requires_grad_(False)
     subject = ReferenceSubject(dataclasses.replace(checkpoint, decoder=decoder))
     ids = tuple(i % 8 for i in range(80))
-    fault, at = faults.stale_slot(slot=60), 60
+    fault, at = faults.find("stale-slot").at(layer=0, position=60), 60
     clean = spread_of(subject, token_by_token(ids), one_pass=True)
     spread = spread_of(subject, token_by_token(ids), fault=fault, first=found_at(ids[: at + 1]), one_pass=True)
     first = at + BEFORE - MOST_TOKENS
@@ -99,7 +99,7 @@ def test_a_wrong_slot_of_a_token_long_gone_is_shown(checkpoint: Checkpoint):
     decoder = initialised(DecoderConfig(context_len=80), 0).eval().requires_grad_(False)
     subject = ReferenceSubject(dataclasses.replace(checkpoint, decoder=decoder))
     ids = tuple((i * i + i) % 8 for i in range(60))
-    fault = faults.stale_slot(slot=3, source=0)
+    fault = faults.find("stale-slot").at(layer=0, position=4)
     spread = spread_of(subject, token_by_token(ids), fault=fault, first=found_at(ids[:50]), one_pass=True)
     early = [slot for slot in spread.kept if slot.position < spread.tokens[0].position]
     assert {(slot.layer, slot.slot) for slot in early if slot.layer == 0} == {(0, 3)}

@@ -54,6 +54,21 @@ def test_no_number_of_a_row_of_version_1_is_lost(name: str):
     assert num_rows
 
 
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_fault_of_version_1_keeps_what_was_said_of_it(name: str):
+    plain, report = json.loads((OLD / name).read_text("utf-8")), read(OLD / name)
+    for before, fault in zip(plain["faults"], report.faults, strict=True):
+        assert (fault.name, fault.caught, fault.verdict) == (before["name"], before["caught"], before["verdict"])
+        assert fault.expected_stages == (before["expected_stage"],)
+        assert bool(fault.right_stage) == before["right_stage"]
+    certified = () if report.certificate is None else report.certificate.faults
+    old = (plain["certificate"] or {}).get("mutants", [])
+    members = ("layer", "position", "outcome", "where", "right_stage", "gap", "reason")
+    for before, fault in zip(old, certified, strict=True):
+        assert fault.name == before["fault"]
+        assert {name: getattr(fault, name) for name in members} == {name: before[name] for name in members}
+
+
 def test_a_report_of_version_1_is_a_baseline():
     before = read(OLD / "pass.json")
     assert changes(before, before).exit_status == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from kvproof._engine.certificate import MOST_TOKENS, Certifier
+from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.four_computations import four_ways
 from kvproof._engine.localise import localise
@@ -32,14 +32,16 @@ from kvproof.contract.results import (
     FaultResult,
     FourWays,
     Localisation,
+    Outcome,
     RowResult,
     ScenarioResult,
     Spread,
     Tolerance,
     Verdict,
 )
-from kvproof.errors import SubjectError, UsageError
-from kvproof.faults import Fault
+from kvproof.contract.stages import Site, Stage
+from kvproof.errors import KvproofError, SubjectError, UsageError
+from kvproof.faults import Fault, choose_place, choose_sequences
 from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, drawable_kinds, longest_sequences
 from kvproof.subjects import Subject, as_subject, limits_of
 
@@ -70,7 +72,8 @@ def audit(
     ``decoder`` is a `Subject`, a pair of functions (full, step) as `CallableSubject` takes them, or a model of
     transformers. ``scenarios`` are programs, or names of the catalogue's, which are made over two sequences of
     ``length`` random tokens, or fewer where the context ends, drawn by ``seed``; by default all of them.
-    Each of ``faults`` is planted in the cached path afterwards, and the same scenarios must reject it.
+    Each of ``faults`` is planted in the cached path afterwards, where it is pinned or in the first place that the
+    subject offers, and the same scenarios must reject it.
     ``tolerance`` defaults to the declared one of the subject's dtype. ``reference`` says how uncached rows
     are computed: one forward for each prefix, or one for each longest sequence, after a proof that the
     subject is causal and with literal spot checks. ``top_rung`` repeats everything in float64, where the
@@ -273,21 +276,36 @@ class Auditor:
         run = [p for p in programs if p.skipped is None and not p.advice and p.needs <= able]
         if not run:
             raise UsageError(f"no scenario runs on {self.subject.info.name} in which {fault.name} could show")
-        result = self.check(run, fault)
+        fault = choose_place(fault, self.subject, run)
+        try:
+            result = self.check(run, fault)
+        except KvproofError as error:  # the decoder's own guard
+            result = empty_result(run[0].name, Verdict.INCONCLUSIVE, str(error), advice=False)
         beyond = [row for row in result.rows if not row.gap <= row.allowed]
-        divergence = result.divergence
+        first = result.divergence
+        if result.verdict is Verdict.DIVERGED:
+            outcome = Outcome.CAUGHT
+        elif result.verdict is Verdict.INCONCLUSIVE and result.reason is not None:
+            outcome = Outcome.RAISED
+        else:
+            outcome = Outcome.HIDDEN if first is not None or beyond else Outcome.EQUIVALENT
         return FaultResult(
             name=fault.name,
             breaks=fault.breaks,
-            expected_stage=fault.first_stage,
+            expected_stages=tuple(stage for stage in Stage if stage in fault.stages),
+            layer=fault.place.layer,
+            position=fault.place.position,
+            outcome=outcome,
+            where=None if first is None else _place_of(first),
+            right_stage=None if first is None else fault.must_show_at(first.stage, first.layer),
+            gap=largest(row.gap / row.scale if row.scale else row.gap for row in beyond[:1] or result.rows),
+            reason=result.reason,
             verdict=result.verdict,
             largest_gap=result.largest_gap,
             tolerance=max((row.allowed for row in result.rows), default=0.0),
             num_rows_beyond=len(beyond),
             margin=result.largest_gap / clean_gap if clean_gap else float("inf"),
-            divergence=divergence,
-            caught=result.verdict is Verdict.DIVERGED,
-            right_stage=divergence is not None and divergence.stage is fault.first_stage,
+            divergence=first,
         )
 
     def certificate(self, programs: Sequence[Scenario], on_part: Callable[[str], None]) -> Certificate | None:
@@ -298,16 +316,12 @@ class Auditor:
         if Ability.TAP not in self.subject.info.abilities:
             self._uncertified = "the subject lacks the ability: tap"
             return None
-        sequences = {sequence for program in programs for sequence in longest_sequences(program)}
-        longest = max(sequences, key=lambda sequence: (len(sequence), sequence), default=())
-        length = min(len(longest), MOST_TOKENS)
-        others = [s[:length] for s in sequences if len(s) >= length and s[0] != longest[0]]
-        if length < _SHORTEST_CERTIFIED:
+        sequence, other = choose_sequences(programs)
+        if len(sequence) < _SHORTEST_CERTIFIED:
             self._uncertified = f"it takes {_SHORTEST_CERTIFIED} tokens in a row"
             return None
-        other = min(others, default=longest[:length][::-1])
         try:
-            certifier = Certifier(self.uncached, self.tolerance, longest[:length], other)
+            certifier = Certifier(self.uncached, self.tolerance, sequence, other)
             return certifier.certificate(on_part, self.jobs)
         except SubjectError as error:
             self._uncertified = str(error).splitlines()[0]
@@ -411,6 +425,13 @@ class Auditor:
             return four_ways(self.uncached, bad.ids, actual)
         except SubjectError:  # the finding stands without it
             return None
+
+
+def _place_of(divergence: Divergence) -> str:
+    """Return the site of a divergence in words, as the certificate names it."""
+    if divergence.introduced:
+        return divergence.introduced[0].partition(" (by way of ")[0]
+    return str(Site(divergence.stage, divergence.layer)) if divergence.stage is not Stage.MODULE else "a module"
 
 
 def _is_worth_confirming(program: Scenario) -> bool:

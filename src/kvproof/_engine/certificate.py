@@ -1,11 +1,12 @@
-"""The certificate: deliberate faults on this subject and these tokens, and what the audit sees of them.
+"""The certificate: deliberate faults on this subject and these tokens, and which of them the audit sees.
 
-A check that never rejects a broken cache is weak evidence. So every fault of the catalogue is planted wherever
-the subject lets it be, in short programs of its own; a row is held against the same uncached row, by the same
-limit, as in the audit. Uncached values are computed once for all of them, and a fault is dropped as soon as a
-row and a value differ.
+A check that never rejects a broken cache is weak evidence. So every fault of the catalogue is planted in every
+place that the subject offers, in short programs of its own. Each row is compared with the same uncached row,
+within the same limit, as in the audit. Uncached values are computed once for all programs, and a run ends as soon
+as both a row and a value on the way differ.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,152 +24,144 @@ from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRu
 from kvproof._engine.verdict_rules import judge
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._system.pool import map_in_processes
-from kvproof.contract.results import Certificate, Mutant, NotPlanted, Outcome, SmallestChange, Tolerance
+from kvproof.contract.results import Certificate, FaultResult, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
-from kvproof.faults import CatalogueFault, Place, Planting, PlantingSite, catalogue, probe, smallest
+from kvproof.faults import Fault, Place, PlantingSite, catalogue, probe, smallest
 from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
 from kvproof.subjects import Session
 
-#: So many tokens are enough to plant every fault, and to pass a short window.
-MOST_TOKENS = 16
-#: The bisection ends at a factor of about this.
+#: The bisection stops once its bounds are within this factor.
 _FACTOR = 1.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """What one run of a program came to."""
+    """The outcome of one run of a program."""
 
-    gap: float  #: relative to the row's scale; the first that is beyond the limit, or the largest
+    gap: float  #: relative to the row's scale: the first one beyond the limit, or the largest one
     differs: bool
     site: Site | None
     reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Mutants:
-    """One fault: what came of it in each place, or why it was not planted, and its programs' gap without it."""
+class _Part:
+    """One part of a certificate: the smallest change seen at a rung, or one fault's results in its places."""
 
-    planted: tuple[Mutant, ...]
-    not_planted: tuple[NotPlanted, ...]
-    clean_gap: float
+    change: SmallestChange | None = None
+    results: tuple[FaultResult, ...] = ()
+    not_planted: tuple[NotPlanted, ...] = ()
+    clean_gap: float = 0.0  #: of the fault's programs without it
 
 
 class Certifier:
-    """Plants faults in one subject, at the highest rung there is."""
+    """Plants faults in one subject, at its highest rung."""
 
     def __init__(self, uncached: Uncached, tolerance: Tolerance, sequence: Prefix, other: Prefix) -> None:
         self.uncached = uncached
         self._evidence = RowEvidence(uncached.declared.subject, tolerance, uncached)
         self.rung: Rung = uncached.exact or uncached.top or uncached.declared
-        self.ground = probe(self.rung.subject, sequence, other)
+        self.site = probe(self.rung.subject, sequence, other)
         self.programs: dict[tuple[str, int], Scenario] = {}
         self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
         self._clean: dict[Scenario, _Trial] = {}
         self._prompts: dict[tuple[Rung, Extend, int, frozenset[Ability]], Session] = {}
 
     def certificate(self, on_part: Callable[[str], None] = lambda name: None, jobs: int = 1) -> Certificate:
-        """Plant everything, in ``jobs`` processes at a time, and say what came of it."""
+        """Plant every fault, with ``jobs`` processes at a time, and return the results."""
         faults = catalogue()
         not_planted: list[NotPlanted] = []
-        chosen: list[tuple[CatalogueFault, list[Place]]] = []
+        planted: list[list[Fault]] = []  #: each fault in each of its places
         for fault in faults:
-            places = list(self._places(fault))
-            reason = self._why_not(fault, places)
+            placed = list(self._in_places(fault))
+            reason = self._reason_against(fault, placed)
             if reason is not None:
                 not_planted.append(NotPlanted(fault=fault.name, reason=reason))
             else:
-                chosen.append((fault, places))
-        self._prepare([self._program(fault, place) for fault, places in chosen for place in places], jobs)
+                planted.append(placed)
+        self._prepare([self._program(fault) for placed in planted for fault in placed], jobs)
         rungs = list(dict.fromkeys((self.uncached.declared, self.rung)))
-        chosen.sort(key=self._num_operations, reverse=True)  # the longest first, so that no process waits for it
+        planted.sort(key=self._num_operations, reverse=True)  # the longest first, so that no process waits for it
 
-        def part(number: int) -> tuple[_Mutants | None, SmallestChange | None]:
-            if number < len(rungs):  # each takes longer than any fault
-                return None, self._smallest_change(rungs[number])
-            return self._mutants(*chosen[number - len(rungs)]), None
+        def run_part(number: int) -> _Part:
+            if number < len(rungs):  # each of these takes longer than any fault
+                return _Part(change=self._smallest_change(rungs[number]))
+            return self._results(planted[number - len(rungs)])
 
         names = [f"smallest change seen in {rung.subject.info.dtype}" for rung in rungs]
-        names += [f"fault {fault.name}" for fault, _ in chosen]
-        parts = map_in_processes(part, len(names), jobs)
-        mutants: list[Mutant] = []
-        changes: list[SmallestChange] = []
-        clean = 0.0
+        names += [f"fault {placed[0].name}" for placed in planted]
+        parts: list[_Part] = []
+        running = map_in_processes(run_part, len(names), jobs)
         for name in names:
             on_part(name)
-            found, change = next(parts)
-            changes += [change] if change is not None else []
-            if found is not None:
-                mutants += found.planted
-                not_planted += found.not_planted
-                clean = largest((clean, found.clean_gap))
-        place_of = {fault.name: place for place, fault in enumerate(faults)}
-        mutants.sort(key=lambda mutant: place_of[mutant.fault])
-        not_planted.sort(key=lambda left_out: place_of[left_out.fault])
-        caught = [mutant.gap for mutant in mutants if mutant.outcome is Outcome.CAUGHT]
+            parts.append(next(running))
+        order = {fault.name: number for number, fault in enumerate(faults)}
+        results = sorted((result for part in parts for result in part.results), key=lambda r: order[r.name])
+        not_planted += (left_out for part in parts for left_out in part.not_planted)
+        clean = largest(part.clean_gap for part in parts)
+        caught = [result.gap for result in results if result.caught]
         return Certificate(
             dtype=self.rung.subject.info.dtype,
-            sequence=self.ground.sequence,
-            mutants=tuple(mutants),
-            not_planted=tuple(not_planted),
+            sequence=self.site.sequence,
+            faults=tuple(results),
+            not_planted=tuple(sorted(not_planted, key=lambda left_out: order[left_out.fault])),
             clean_gap=clean,
             margin=min(caught) / max(clean, 2.0**-53) if caught else None,
-            smallest_changes=tuple(reversed(changes)),
-            problem=_problem(mutants, faults, self.ground),
+            smallest_changes=tuple(part.change for part in reversed(parts) if part.change is not None),
+            problem=_problem(results, faults, self.site),
         )
 
-    def _mutants(self, fault: CatalogueFault, places: Sequence[Place]) -> _Mutants:
-        """Plant one fault in each of its places, unless a program of its own fails without it."""
-        trials = [self._clean_trial(self._program(fault, place)) for place in places]
+    def _results(self, placed: Sequence[Fault]) -> _Part:
+        """Plant one fault in each of its places, unless one of its programs fails without it."""
+        trials = [self._clean_trial(self._program(fault)) for fault in placed]
         clean = largest(trial.gap for trial in trials if trial.reason is None)
         reason = next((trial.reason for trial in trials if trial.reason is not None), None)
         if reason is not None:
             reason = f"its program fails without a fault: {reason}"
-            return _Mutants((), (NotPlanted(fault=fault.name, reason=reason),), clean)
-        return _Mutants(tuple(self._mutant(fault, place) for place in places), (), clean)
+            return _Part(not_planted=(NotPlanted(fault=placed[0].name, reason=reason),), clean_gap=clean)
+        return _Part(results=tuple(map(self._result, placed)), clean_gap=clean)
 
-    def _places(self, fault: CatalogueFault) -> Iterator[Place]:
-        num = len(self.ground.sequence)
-        late = num - 4
-        late = max(2, late)
-        for number, layer in enumerate(fault.layers(self.ground)):
+    def _in_places(self, fault: Fault) -> Iterator[Fault]:
+        """Yield a fault of the catalogue in each place to plant it."""
+        late = max(2, len(self.site.sequence) - 4)
+        for number, layer in enumerate(fault.layers(self.site) if fault.layers is not None else ()):
             # One layer is enough to see what is special about a short prompt.
-            for position in dict.fromkeys((2, late) if number == 0 and not fault.late else (late,)):
-                yield Place(layer=layer, position=position, ground=self.ground)
+            for position in dict.fromkeys((2, late) if number == 0 and not fault.fills_window else (late,)):
+                yield dataclasses.replace(fault, place=Place(layer=layer, position=position, site=self.site))
 
-    def _why_not(self, fault: CatalogueFault, places: Sequence[Place]) -> str | None:
+    def _reason_against(self, fault: Fault, placed: Sequence[Fault]) -> str | None:
         """Return why a fault cannot be planted, or None."""
-        able = set(self.rung.subject.info.abilities)
-        needed = fault.carrier(self.ground.sequence, self.ground.other, 2).needs
-        needed |= {Ability.EDIT} if fault.keeps else set()
-        missing = sorted(ability.value for ability in needed - able)
+        needed = set(fault.program(self.site.sequence, self.site.other, 2).needs)
+        needed |= {Ability.EDIT} if fault.edits_cache else set()
+        missing = sorted(ability.value for ability in needed - set(self.rung.subject.info.abilities))
         if missing:
             return f"the subject lacks the ability: {', '.join(missing)}"
-        return None if places else "the subject has no place for it"
+        return None if placed else "the subject has no place for it"
 
-    def _program(self, fault: CatalogueFault, place: Place) -> Scenario:
-        key = (fault.carrier.__name__, place.position)
+    def _program(self, fault: Fault) -> Scenario:
+        """Return the program in which a fault is planted, one object for all faults that share it."""
+        position = fault.place.known_position
+        key = (fault.program.__name__, position)
         if key not in self.programs:
-            self.programs[key] = fault.carrier(self.ground.sequence, self.ground.other, place.position)
+            self.programs[key] = fault.program(self.site.sequence, self.site.other, position)
         return self.programs[key]
 
-    def _num_operations(self, planted: tuple[CatalogueFault, Sequence[Place]]) -> int:
-        fault, places = planted
-        return sum(len(self._program(fault, place).operations) for place in places)
+    def _num_operations(self, placed: Sequence[Fault]) -> int:
+        return sum(len(self._program(fault).operations) for fault in placed)
 
     def _prepare(self, programs: Sequence[Scenario], jobs: int) -> None:
-        """Share uncached runs among all programs, where a run over a longer sequence serves its prefixes."""
+        """Share uncached runs among all programs where a run over a longer sequence serves its prefixes."""
         if self.uncached.reference == "one-pass":
             wanted = {sequence for program in programs for sequence in longest_sequences(program)}
             whole = [s for s in wanted if not any(o != s and o[: len(s)] == s for o in wanted)]
             self.runs = OnePassRuns(self.rung.subject, sorted(whole))
-            if jobs > 1:  # each process would make them all for itself
+            if jobs > 1:  # or else each process makes them all for itself
                 with suppress(KvproofError):  # what raises here raises again where it is needed
                     self.runs.prepare(sorted(whole))
 
     def _clean_trial(self, program: Scenario) -> _Trial:
-        """Run a program without a fault, for its rows alone: what differs then is no fault's doing."""
+        """Run a program without a fault and compare its rows alone: no fault can explain what differs here."""
         if program not in self._clean:
             differs, gap, reason = False, 0.0, None
             try:
@@ -188,34 +181,44 @@ class Certifier:
         gap = gap_between(self.runs.over(row.prefix).row(len(row.prefix)), row.logits)
         return gap.size / gap.scale if gap.scale else gap.size
 
-    def _mutant(self, fault: CatalogueFault, place: Place) -> Mutant:
-        trial = self._trial(self._program(fault, place), fault.plant(place))
+    def _result(self, fault: Fault) -> FaultResult:
+        """Plant a fault in its place and return what came of it."""
+        trial = self._trial(fault)
         if trial.reason is not None:
             outcome = Outcome.RAISED
         elif trial.differs:
             outcome = Outcome.CAUGHT
         else:
             outcome = Outcome.EQUIVALENT if trial.site is None else Outcome.HIDDEN
-        return Mutant(
-            fault=fault.name,
-            layer=place.layer,
-            position=place.position,
+        return FaultResult(
+            name=fault.name,
+            breaks=fault.breaks,
+            expected_stages=tuple(stage for stage in Stage if stage in fault.stages),
+            layer=fault.place.layer,
+            position=fault.place.position,
             outcome=outcome,
             where=None if trial.site is None else str(trial.site),
-            right_stage=None if trial.site is None else self._is_right(fault, place, trial.site),
+            right_stage=None if trial.site is None else fault.must_show_at(trial.site.stage, trial.site.layer),
             gap=trial.gap,
             reason=trial.reason,
+            verdict=None,
+            largest_gap=None,
+            tolerance=None,
+            num_rows_beyond=None,
+            margin=None,
+            divergence=None,
         )
 
-    def _trial(self, program: Scenario, planting: Planting) -> _Trial:
+    def _trial(self, fault: Fault) -> _Trial:
+        program = self._program(fault)
         judge = AgainstTheRun(self.runs)
         first, differs, gap, reason = None, False, 0.0, None
         try:
             for rows, trace in traced_calls(
-                self.rung.subject, program, planting, self._prompted(self.rung, program)
+                self.rung.subject, program, fault.plant(), self._prompted(self.rung, program)
             ):
                 if any(len(row.prefix) == row.offset + 1 for row in rows):
-                    continue  # faults act on a warm cache: a prompt's values are what they were without one
+                    continue  # faults act on a warm cache alone, so the values of a prompt are right
                 if first is None:
                     call = TracedCall(self.runs, Layout.of(rows, trace), trace)
                     _, first = compared(judge, call, search=True)
@@ -241,20 +244,13 @@ class Certifier:
             self._prompts[key] = session
         return self._prompts[key]
 
-    def _is_right(self, fault: CatalogueFault, place: Place, site: Site) -> bool:
-        """Return whether a fault shows first where it must; modules stand for what is not shown."""
-        if place.layer is not None and site.layer != place.layer:
-            return False
-        shown = {s.stage for s in self.ground.shown if place.layer is None or s.layer == place.layer}
-        return site.stage in fault.stages or (site.stage is Stage.MODULE and not fault.stages & shown)
-
     def _smallest_change(self, rung: Rung) -> SmallestChange | None:
-        """Find by bisection the smallest change of one entry that shows at a rung; None where nothing can."""
-        entry = smallest.entry(self.ground)
+        """Find by bisection the smallest change of one entry that shows at a rung; None where none can show."""
+        entry = smallest.entry(self.site)
         if entry is None:
             return None
         layer, tensor = entry
-        place = Place(layer=layer, position=max(2, len(self.ground.sequence) - 4), ground=self.ground)
+        place = Place(layer=layer, position=max(2, len(self.site.sequence) - 4), site=self.site)
         program = smallest.program(place)
         is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
 
@@ -264,26 +260,26 @@ class Certifier:
             return any(is_wrong(row) for call in calls for row in call.rows)
 
         if seen(0.0):
-            return None  # what this dtype does by itself hides any change
+            return None  # the rounding of this dtype hides any change
         return SmallestChange(
             dtype=rung.subject.info.dtype,
             layer=layer,
             tensor=tensor,
-            position=place.position - 1,
-            value=_bisected(seen, torch.finfo(getattr(torch, rung.subject.info.dtype)).eps / 4),
+            position=place.known_position - 1,
+            value=_bisect(seen, torch.finfo(getattr(torch, rung.subject.info.dtype)).eps / 4),
         )
 
     def _is_beyond_limit(self, row: Row) -> bool:
         return self.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)
 
     def _is_beyond_rounding(self, row: Row) -> bool:
-        """Return whether a row is wrong in the declared dtype, were there no gap in float64."""
+        """Return whether a row would be wrong in the declared dtype if there were no gap in float64."""
         truth = self.uncached.row_of(self.rung, row.prefix)
         return not judge(self._evidence.in_declared_dtype(row, truth))[0].passes
 
 
-def _bisected(seen: Callable[[float], bool], least: float) -> float | None:
-    """Return the smallest change that is seen, from ``least`` on, below which no value changes, to 1."""
+def _bisect(seen: Callable[[float], bool], least: float) -> float | None:
+    """Return the smallest change that is seen, between ``least``, below which no value changes, and 1."""
     low, high = math.log10(least), 0.0
     if not seen(1.0):
         return None
@@ -293,21 +289,21 @@ def _bisected(seen: Callable[[float], bool], least: float) -> float | None:
     return float(10.0**high)
 
 
-def _problem(mutants: Sequence[Mutant], faults: Sequence[CatalogueFault], ground: PlantingSite) -> str | None:
-    """Return why the audit could not be shown able to fail.
+def _problem(results: Sequence[FaultResult], faults: Sequence[Fault], site: PlantingSite) -> str | None:
+    """Return why the audit could not be shown able to fail, or None.
 
-    Something must have been caught, and in every layer that keeps something a fault that puts one token's content
-    in another's place: else the audit would not see what stands where in that layer's cache.
+    Some fault must be caught, and in every layer that keeps anything, a fault that puts the content of one
+    token in another's place: or else the audit would not notice misplaced entries in that layer's cache.
     """
-    caught = {Outcome.CAUGHT, Outcome.RAISED}
-    if not any(mutant.outcome is Outcome.CAUGHT for mutant in mutants):
+    if not any(result.caught for result in results):
         return "no planted fault changed a row of logits"
-    kept = {fault.name for fault in faults if fault.mixes}
-    blind = [
-        layer
-        for layer in ground.keeping()
-        if not any(m.layer == layer and m.outcome in caught and m.fault in kept for m in mutants)
-    ]
+    misplacing = {fault.name for fault in faults if fault.misplaces}
+    noticed = {
+        result.layer
+        for result in results
+        if result.name in misplacing and result.outcome in (Outcome.CAUGHT, Outcome.RAISED)
+    }
+    blind = [layer for layer in site.layers_keeping() if layer not in noticed]
     if blind:
         return f"nothing misplaced in the cache of layer {', '.join(map(str, blind))} changed a row of logits"
     return None

@@ -48,7 +48,7 @@ from kvproof.contract.stages import (
     Site,
     Stage,
 )
-from kvproof.faults import Fault, Planting, plant
+from kvproof.faults import Fault, Planting, choose_place, plant
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Session, Subject
 
@@ -71,11 +71,12 @@ def localise(
 ) -> Localisation:
     """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
 
-    ``fault`` is planted in the cached path alone. ``until`` holds the ids of a row that is known to be wrong:
-    the program then runs until a mismatch is found, rather than to its end. ``one_pass`` takes the uncached
-    values of every prefix from one run over the longest sequence, which is right only for a causal subject.
-    ``top`` is the subject in float64, where the caller has it already; else the subject is cast. ``confirmed``
-    runs the program again with uncached values in the wrong one's place, to tell a cause from what carries it on.
+    ``fault`` is planted in the cached path alone, where it is pinned or in the first place that ``subject``
+    offers. ``until`` holds the ids of a row that is known to be wrong: the program then runs until a mismatch is
+    found, rather than to its end. ``one_pass`` takes the uncached values of every prefix from one run over the
+    longest sequence, which is right only for a causal subject. ``top`` is the subject in float64, where the
+    caller has it already; else the subject is cast. ``confirmed`` runs the program again with uncached values in
+    the wrong one's place, to tell a cause from what carries it on.
 
     ``rung="declared"`` compares in the subject's own dtype and names the first value whose cached error, against
     float64, outgrows the uncached path's. That, and what is found in a subject that cannot be cast, is where to
@@ -83,6 +84,7 @@ def localise(
     dtype that cannot be cast.
     """
     subject.require(Ability.TAP)
+    fault = None if fault is None else choose_place(fault, subject, [scenario])
     if top is None:
         top = subject.cast(TOP_RUNG) if rung == "declared" or Ability.CAST in subject.info.abilities else subject
     runs, truth = (

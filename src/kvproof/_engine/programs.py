@@ -59,10 +59,10 @@ def run_program(
 ) -> Iterator[Call]:
     """Run a scenario's operations in order and yield each `Extend`, and each forward of a `Generate`, as a call.
 
-    Every session gets a tap of its own from ``planting``, and so does every forward of a `Generate`. A `Planting`
-    carries out the other operations too, and may act between calls. What the
-    session refuses or the decoder raises comes through. ``coverage`` is filled on the way. ``prompted`` is a
-    session that has run the first operation, an `Extend`: the program goes on from a fork of it.
+    ``planting`` makes a tap for every session and for every forward of a `Generate`, carries out the other
+    operations, and may act between calls. None plants nothing. What the session refuses or the decoder raises
+    comes through. ``coverage`` is filled on the way. ``prompted`` is a session that has run the first operation,
+    an `Extend`: the program continues from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
     for call in _ProgramRun(subject, scenario, planting or Planting(), coverage).calls(prompted):

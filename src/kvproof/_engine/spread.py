@@ -20,7 +20,7 @@ from kvproof._numerics.gaps import gap_between, largest
 from kvproof.contract.results import ConsumedToken, Divergence, KeptSlot, Spread, SpreadSite
 from kvproof.contract.stages import OVER_SLOTS, Site, Stage
 from kvproof.errors import SubjectError
-from kvproof.faults import Fault, plant
+from kvproof.faults import Fault, choose_place, plant
 from kvproof.scenarios import Ability, Scenario, longest_sequences
 from kvproof.subjects import Subject
 
@@ -74,6 +74,7 @@ def spread_of(
     until = home[: start + MOST_TOKENS]
     runs = OnePassRuns(subject, longest_sequences(scenario), until) if one_pass else LiteralRuns(subject)
     seen = _Seen(runs, start, until, in_first_row=first is None)
+    fault = None if fault is None else choose_place(fault, subject, [scenario])
     left_out = start > 0
     for number, (rows, trace) in enumerate(traced_calls(subject, scenario, plant(fault))):
         if len(seen.tokens) >= MOST_TOKENS:

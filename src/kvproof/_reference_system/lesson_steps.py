@@ -21,18 +21,12 @@ from kvproof.errors import UsageError
 from kvproof.faults import (
     Fault,
     cancelling_pair,
+    choose_place,
     disturbed,
-    duplicate_append,
-    heads_out_of_order,
-    lower_dtype,
+    find,
     mask_off_by_one,
-    missing_append,
     plant,
     position_off_by_one,
-    shared_between_requests,
-    stale_slot,
-    swapped_keys_and_values,
-    token_fed_twice,
     wrong_layer,
     wrong_position,
 )
@@ -45,22 +39,22 @@ from kvproof.subjects import ReferenceSubject
 #: A value differs where a reader of four digits sees it. Rounding stays an order of magnitude below, and every
 #: fault goes beyond; the rows of logits are held against the declared tolerance.
 VISIBLE = 5e-5
-#: The switches, in the causal order of what they break; the policy's own comes last.
-FAULTS: tuple[Callable[[], Fault], ...] = (
-    token_fed_twice,
-    wrong_position,
-    position_off_by_one,
-    heads_out_of_order,
-    missing_append,
-    duplicate_append,
-    wrong_layer,
-    stale_slot,
-    swapped_keys_and_values,
-    lower_dtype,
-    shared_between_requests,
-    mask_off_by_one,
-    lambda: disturbed(Stage.ATTN_OUT, layer=1, position=1),
-    cancelling_pair,
+#: The page's switches, in the causal order of what they break; the policy's own comes last.
+FAULTS: tuple[Fault, ...] = (
+    find("token-fed-twice").at(position=1),
+    wrong_position(),
+    position_off_by_one(),
+    find("heads-out-of-order").at(layer=0, position=1),
+    find("missing-append").at(layer=1, position=1),
+    find("duplicate-append").at(layer=0, position=1),
+    wrong_layer(),
+    find("stale-slot").at(layer=0, position=2),
+    find("swapped-kv").at(layer=0, position=1),
+    find("lower-dtype").at(layer=0, position=1),
+    find("shared-between-requests").at(layer=0),
+    mask_off_by_one(),
+    disturbed(Stage.ATTN_OUT, layer=1, position=1),
+    cancelling_pair(),
 )
 #: The generator of a run whose policy is at fault starts from this seed instead of the declared one.
 OTHER_SEED = 42
@@ -72,7 +66,7 @@ _POLICIES: dict[str, Policy] = {
 
 def walk(checkpoint: Checkpoint, on_stage: Callable[[str], None] = lambda name: None) -> Lesson:
     """Return the lesson's numbers; nothing changes the checkpoint. ``on_stage`` is told what is being run."""
-    subject = ReferenceSubject(checkpoint)
+    subject = ReferenceSubject(checkpoint, counts_entries=False)  # so that wrong lengths show in the values
     if subject.info.vocab_size != len(VOCABULARY):
         raise UsageError("the lesson walks the reference system's own decoder, of eight tokens")
     decoder = checkpoint.decoder
@@ -96,8 +90,7 @@ def _walks(subject: ReferenceSubject, on_stage: Callable[[str], None]) -> Iterat
         run = generate(subject, (BOS_ID,), policy, Stops(eos_id=EOS_ID), path="cached")
         healthy = _walk(subject, name, run, None)
         yield healthy
-        for make in FAULTS:
-            fault = make()
+        for fault in FAULTS:
             on_stage(f"{name}, {fault.name}")
             yield _walk(subject, name, run, fault)
         if isinstance(policy, Sample):
@@ -108,6 +101,7 @@ def _walk(subject: ReferenceSubject, name: str, run: Run, fault: Fault | None) -
     """Walk one run's tokens on the cached path."""
     ids = (*run.header.prompt, *run.returned[:-1])
     program = _program(ids, fault)
+    fault = None if fault is None else choose_place(fault, subject, [program])
     first = localise(subject, program, fault=fault).divergence
     runs = LiteralRuns(subject)
     steps: list[LessonStep] = []
@@ -119,15 +113,21 @@ def _walk(subject: ReferenceSubject, name: str, run: Run, fault: Fault | None) -
         run=name,
         policy=_words(run.header.policy),
         fault=None if fault is None else fault.name,
-        breaks=None if fault is None else fault.breaks,
+        breaks=None if fault is None else _breaks(fault),
         steps=tuple(steps),
         first=first,
     )
 
 
+def _breaks(fault: Fault) -> str:
+    """Return what a fault breaks, and where if it does not say so itself."""
+    layer = fault.place.layer
+    return fault.breaks if fault.layers is None or layer is None else f"in layer {layer}, {fault.breaks}"
+
+
 def _program(ids: tuple[int, ...], fault: Fault | None) -> Scenario:
     """Return the program that shows a fault: one request alone, or two where one disturbs the other."""
-    if fault is not None and fault.name == shared_between_requests().name:
+    if fault is not None and fault.name == "shared-between-requests":
         other = next(sequence for sequence in SEQUENCES if sequence[1] != ids[1])
         return interleaved_requests(ids, other)
     return token_by_token(ids)

@@ -273,7 +273,9 @@ def _gate_failures(results: tuple[FaultResult, ...]) -> GateItem:
     parts, passed = [], True
     for name in ("wrong-position", "wrong-layer"):
         result = by_name.get(name)
-        rejected = result is not None and result.caught and result.num_rows_beyond > 0 and result.right_stage
+        rejected = (
+            result is not None and result.caught and bool(result.num_rows_beyond) and bool(result.right_stage)
+        )
         passed &= rejected
         gap = (
             "not run: a check that rejects nothing is weak" if result is None else f"gap {result.largest_gap:.3g}"

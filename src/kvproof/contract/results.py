@@ -257,44 +257,45 @@ class ScenarioResult:
     four_ways: FourWays | None  #: of the first row that diverged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultResult:
-    """What the audit said of a cached path that was broken on purpose."""
-
-    name: str
-    breaks: str
-    expected_stage: Stage
-    verdict: Verdict
-    largest_gap: float
-    tolerance: float
-    num_rows_beyond: int  #: rows whose gap exceeds the tolerance
-    margin: float  #: largest faulty gap ÷ largest clean gap
-    divergence: Divergence | None
-    caught: bool  #: the verdict is ``diverged``
-    right_stage: bool  #: the first stage named is the expected one
-
-
 class Outcome(StrEnum):
     """What came of one planted fault."""
 
-    CAUGHT = "caught"  #: a row of logits differs from the uncached one
+    CAUGHT = "caught"  #: the comparison rejects it: in the certificate, a row of logits differs
     RAISED = "raised"  #: the decoder itself refused to go on
-    HIDDEN = "hidden"  #: values on the way differ, and no row of logits does
+    HIDDEN = "hidden"  #: something differs, and no row of logits proves it
     EQUIVALENT = "equivalent"  #: nothing differs: on this subject it is no fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """One fault, planted at one place, in the dtype of the certificate."""
+class FaultResult:
+    """What came of one deliberate fault, planted in one place.
 
-    fault: str
-    layer: int | None
-    position: int  #: how many tokens the cache held when it first acted
+    The certificate plants faults in short programs of its own, in the certificate's dtype. A fault that a caller
+    asked for is planted in the audit's own programs: from ``verdict`` on, the members say what the audit made of
+    it. They are None in the certificate.
+    """
+
+    name: str
+    breaks: str  #: the contract, in words
+    expected_stages: tuple[Stage, ...]  #: the fault must first show at one of these
+    layer: int | None  #: None for a fault outside the layers, or in all of them
+    position: int | None  #: how many tokens the cache held when it first acted; None: from the first on
     outcome: Outcome
     where: str | None  #: the first value that differs
-    right_stage: bool | None  #: whether that is where the fault must first show; None where nothing differs
-    gap: float  #: of the first row that differs, relative to its largest logit
-    reason: str | None  #: what the decoder raised
+    right_stage: bool | None  #: whether the fault must first show there; None where nothing differs
+    gap: float  #: of the first row that differs, relative to its largest logit; NaN where it is not known
+    reason: str | None  #: what the decoder raised, or why not everything was compared
+    verdict: Verdict | None
+    largest_gap: float | None
+    tolerance: float | None
+    num_rows_beyond: int | None  #: rows whose gap exceeds the tolerance
+    margin: float | None  #: largest faulty gap ÷ largest clean gap
+    divergence: Divergence | None
+
+    @property
+    def caught(self) -> bool:
+        """Whether the comparison rejects the fault."""
+        return self.outcome is Outcome.CAUGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +323,7 @@ class Certificate:
 
     dtype: str  #: of the runs with planted faults
     sequence: tuple[int, ...]
-    mutants: tuple[Mutant, ...]
+    faults: tuple[FaultResult, ...]  #: one for each planted fault and place
     not_planted: tuple[NotPlanted, ...]
     clean_gap: float  #: the largest relative gap of the same programs without a fault
     margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
@@ -331,12 +332,12 @@ class Certificate:
 
     def number(self, outcome: Outcome) -> int:
         """Return the number of faults with this outcome."""
-        return sum(mutant.outcome is outcome for mutant in self.mutants)
+        return sum(result.outcome is outcome for result in self.faults)
 
     @property
     def num_right(self) -> int:
         """How many of the caught faults first show at the expected place."""
-        return sum(m.outcome is Outcome.CAUGHT and bool(m.right_stage) for m in self.mutants)
+        return sum(result.caught and bool(result.right_stage) for result in self.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

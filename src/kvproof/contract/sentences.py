@@ -40,8 +40,8 @@ def _parts(report: "Report") -> Iterator[str]:
         if names:
             yield f"{verdict.value} ({len(names)}): {', '.join(names)}"
     if report.certificate is not None:
-        caught = sum(mutant.outcome.value == "caught" for mutant in report.certificate.mutants)
-        yield f"certificate: {caught} of {len(report.certificate.mutants)} planted faults were caught"
+        caught = sum(result.caught for result in report.certificate.faults)
+        yield f"certificate: {caught} of {len(report.certificate.faults)} planted faults were caught"
     yield from (f"note: {note}" for note in report.notes)
 
 

@@ -13,7 +13,53 @@ def report_from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
     upgraded = {**plain, "schema_version": 2, "schema_minor": 0}
     if isinstance(scenarios, list):
         upgraded["scenarios"] = [_scenario(scenario) for scenario in scenarios]
+    if isinstance(plain.get("faults"), list):
+        upgraded["faults"] = [_fault(fault) for fault in plain["faults"]]
+    certificate = plain.get("certificate")
+    if isinstance(certificate, dict) and isinstance(certificate.get("mutants"), list):
+        kept = {name: value for name, value in certificate.items() if name != "mutants"}
+        upgraded["certificate"] = {**kept, "faults": [_certified(fault) for fault in certificate["mutants"]]}
     return upgraded
+
+
+def _fault(plain: Any) -> Any:
+    """Say of a fault in the audit's programs what version 1 did not: the outcome, and the place where it shows.
+
+    Where it was planted, and its relative gap, stay unknown.
+    """
+    if not isinstance(plain, dict) or not plain.keys() >= {"caught", "divergence", "expected_stage"}:
+        return plain
+    first = plain["divergence"]
+    is_seen = isinstance(first, dict) or plain.get("num_rows_beyond")
+    upgraded = {name: value for name, value in plain.items() if name not in ("caught", "expected_stage")}
+    upgraded |= {
+        "expected_stages": [plain["expected_stage"]],
+        "layer": None,
+        "position": None,
+        "outcome": "caught" if plain["caught"] else "hidden" if is_seen else "equivalent",
+        "where": _where(first),
+        "gap": "nan",
+        "reason": None,
+    }
+    if first is None:
+        upgraded["right_stage"] = None
+    return upgraded
+
+
+def _where(divergence: Any) -> str | None:
+    if not isinstance(divergence, dict):
+        return None
+    stage, layer = divergence.get("stage"), divergence.get("layer")
+    return f"{stage}" if layer is None else f"{stage} of layer {layer}"
+
+
+def _certified(plain: Any) -> Any:
+    """Rename the members of a fault in the certificate, of which version 1 did not say what it breaks."""
+    if not isinstance(plain, dict) or "fault" not in plain:
+        return plain
+    kept = {name: value for name, value in plain.items() if name != "fault"}
+    members = ("verdict", "largest_gap", "tolerance", "num_rows_beyond", "margin", "divergence")
+    return {**kept, "name": plain["fault"], "breaks": "", "expected_stages": [], **dict.fromkeys(members)}
 
 
 def _scenario(plain: Any) -> Any:

@@ -1,13 +1,13 @@
-"""The short programs in which faults are planted: a prompt of ``position`` tokens, and what comes after it."""
+"""The short programs in which the certificate plants faults: a prompt of ``position`` tokens, then more."""
 
 from collections.abc import Callable, Sequence
 
 from kvproof.scenarios import Ability, Crop, Extend, Fork, Open, Operation, Reorder, Reset, Scenario
 
-#: Makes a program from two sequences of one length, at least 4, and the length of its prompt.
+#: Makes a program from two sequences of the same length, at least 4, and the length of its prompt.
 Carrier = Callable[[Sequence[int], Sequence[int], int], Scenario]
 
-#: Tokens fed one by one after the prompt: a fault that has not shown by then hides.
+#: How many tokens follow the prompt one by one: a fault that has not shown by then is hidden.
 _NUM_STEPS = 3
 
 
@@ -22,7 +22,7 @@ def block(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
 
 
 def batch(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
-    """Step two rows of one length."""
+    """Step two rows of the same length."""
     return _rows("batch", (a[:position], b[:position]), a, b, position)
 
 
@@ -32,14 +32,14 @@ def padded(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
 
 
 def rollback(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
-    """Take tokens back, and go on with others."""
+    """Take tokens back and continue with others."""
     end = min(position + 2, len(a) - 1)
     later = _fed(*_each(b[position : position + 2]))
     return _program("rollback", [*_fed(a[:end]), Crop(length=position), *later], Ability.CROP)
 
 
 def beams(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
-    """Let two rows take each other's place."""
+    """Swap two rows."""
     operations: list[Operation] = [
         Extend(ids=(tuple(a[:position]), tuple(b[:position]))),
         Reorder(rows=(1, 0)),
@@ -65,7 +65,7 @@ def reuse(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     return _program("reuse", [*_fed(b[:position]), Reset(), *later])
 
 
-#: The scenarios of the catalogue that must see a fault planted in one of these.
+#: For each program, the scenarios of the catalogue that must see a fault planted in it.
 SEEN_BY: dict[Carrier, tuple[str, ...]] = {
     steps: ("token-by-token", "prefill+steps", "multi-turn"),
     block: ("chunked prefill", "multi-turn"),
@@ -89,7 +89,7 @@ def _each(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _turns(a: Sequence[int], b: Sequence[int], position: int) -> list[Operation]:
-    """Step both sessions in turns; the second takes other tokens, so that what leaks from it shows."""
+    """Step both sessions in turns; the second one takes other tokens, so that a leak from it shows."""
     turns: list[Operation] = []
     for own, other in zip(a[position : position + 2], b[position : position + 2], strict=True):
         turns += [Extend(ids=((own,),)), Extend(ids=((other,),), session=1)]

@@ -1,4 +1,4 @@
-"""How faults of the catalogue act: on values in calls on a warm cache, and on what it keeps between calls."""
+"""How faults act: on values in calls on a warm cache, and on the cache between calls."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,82 +8,99 @@ from torch import Tensor
 
 from kvproof.contract.stages import Site, Stage
 from kvproof.faults._base import Planting
-from kvproof.faults._places import Place, appending_layers
+from kvproof.faults._places import Place
 from kvproof.scenarios import Action, Claim, Crop, Reorder, Reset
 from kvproof.subjects import Session
 
 Layers = Sequence[dict[str, Tensor]]
 
-#: Changes a value: ``change(site, value, start)``, where ``start`` counts the tokens before the call.
-Change = Callable[[Site, Tensor, int], Tensor]
-
 
 class InCalls(Planting):
-    """Changes values in calls on a warm cache."""
+    """Changes a value in every call on a warm cache: at one site, or at a stage of the place's layer."""
 
-    def __init__(self, *stages: Stage, layer: int | None, change: Change) -> None:
-        super().__init__(lambda: _WarmTap(stages, layer, change))
+    def __init__(self, at: Site | Stage, place: Place, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda: _WarmTap(at, place, change))
+
+
+class TokenAgain(Planting):
+    """Feeds the token before each call on a warm cache again, instead of the call's own tokens."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(lambda: _TokenAgainTap(place))
 
 
 class _WarmTap:
-    """Counts the tokens that a session was fed, by those it shows."""
+    """Counts the tokens of a session as they pass, and acts once the cache holds enough of them."""
 
-    def __init__(self, stages: Sequence[Stage], layer: int | None, change: Change) -> None:
-        self.stages, self.layer, self.change = stages, layer, change
+    def __init__(self, at: Site | Stage, place: Place, change: Callable[[Tensor], Tensor]) -> None:
+        self.at, self.layer, self.position = at, place.layer, place.known_position
+        self.change = change
         self.start = self.end = 0
 
     def __call__(self, site: Site, value: Tensor, /) -> Tensor:
         if site.stage is Stage.TOKEN:
             self.start, self.end = self.end, self.end + value.shape[1]
-        if self.start and site.stage in self.stages and site.layer == self.layer:
-            return self.change(site, value, self.start)
-        return value
+        return self.change(value) if self.start >= self.position and self._is_place(site) else value
+
+    def _is_place(self, site: Site) -> bool:
+        return site == self.at or (site.stage is self.at and site.layer == self.layer)
+
+
+class _TokenAgainTap(_WarmTap):
+    def __init__(self, place: Place) -> None:
+        super().__init__(Stage.TOKEN, place, lambda value: self.before.expand_as(value).clone())
+        self.before = self.newest = torch.zeros(1, 1, dtype=torch.long)
+
+    def __call__(self, site: Site, value: Tensor, /) -> Tensor:
+        if site.stage is Stage.TOKEN:
+            self.before, self.newest = self.newest, value[:, -1:]
+        return super().__call__(site, value)
 
 
 class EditOnce(Planting):
-    """Changes what the cache keeps, once: after the call with which it holds the prompt's ``position`` tokens."""
+    """Edits the cache once: after the first call with which it holds the place's ``position`` tokens."""
 
-    def __init__(self, position: int, change: Callable[[Layers, Session], None]) -> None:
+    def __init__(self, place: Place, change: Callable[[Layers, Session], None]) -> None:
         super().__init__()
-        self.position = position
+        self.position = place.known_position
         self.change = change
         self.done = False
 
     def after_call(self, session: Session) -> None:
-        """Change what is kept."""
+        """Edit the cache."""
         if not self.done and len(session) >= self.position:
             self.done = True
             session.edit(lambda layers: self.change(layers, session))
 
 
 class NotUpdated(Planting):
-    """Leaves some of a layer's tensors as they were before the second call."""
+    """Leaves some of a layer's tensors as they were before a call on a warm cache."""
 
-    def __init__(self, layer: int, prefix: str) -> None:
+    def __init__(self, place: Place, prefix: str) -> None:
         super().__init__()
-        self.layer, self.prefix = layer, prefix
+        self.layer, self.position, self.prefix = place.known_layer, place.known_position, prefix
         self.before: dict[str, Tensor] | None = None
         self.done = False
 
     def after_call(self, session: Session) -> None:
-        """Put back what stood there after the first call."""
-        if self.before is None:
+        """Put back the tensors that the cache held after the call before."""
+        if self.before is None and len(session) >= self.position:
             self.before = copies(session, self.layer, self.prefix)
-        elif not self.done:
+        elif self.before is not None and not self.done:
             self.done, before = True, self.before
             session.edit(lambda layers: layers[self.layer].update(before))
 
 
 class Leaking(Planting):
-    """Lets what the second session keeps in a layer take the place of the first one's."""
+    """Overwrites a layer of the first session with the same layer of the second one."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.layer = place.number
+        self.layer = place.known_layer
         self.first: Session | None = None
 
     def after_call(self, session: Session) -> None:
-        """Copy from one to the other once both have consumed as much."""
+        """Copy from the second session to the first whenever both hold the same number of tokens."""
         if self.first is None:
             self.first = session
         elif session is not self.first and len(session) == len(self.first):
@@ -92,11 +109,11 @@ class Leaking(Planting):
 
 
 class SkipReorder(Planting):
-    """Lets a layer's rows stay in place when rows are reordered."""
+    """Leaves the rows of one layer in place when rows are reordered."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.layer = place.number
+        self.layer = place.known_layer
 
     def act(self, action: Action, session: Session) -> Counter[Claim]:
         """Reorder all but one layer."""
@@ -109,11 +126,11 @@ class SkipReorder(Planting):
 
 
 class KeepsTail(Planting):
-    """Lets entries of tokens that were taken back stay behind those that were kept."""
+    """Keeps the entries of tokens that were taken back, behind those of the tokens that remain."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.layers = appending_layers(place.ground)
+        self.layers = place.appending_layers
 
     def act(self, action: Action, session: Session) -> Counter[Claim]:
         """Crop, and append the tail again."""
@@ -133,11 +150,11 @@ class KeepsTail(Planting):
 
 
 class SurvivesReset(Planting):
-    """Lets what was kept before a reset stand before, or under, what comes after it."""
+    """Brings back what the cache held before a reset: entries before the new ones, and states added to them."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.appending_layers = appending_layers(place.ground)
+        self.appending = place.appending_layers
         self.before: list[dict[str, Tensor]] | None = None
 
     def act(self, action: Action, session: Session) -> Counter[Claim]:
@@ -147,7 +164,7 @@ class SurvivesReset(Planting):
         return action.act(session)
 
     def after_call(self, session: Session) -> None:
-        """Bring back what was there, once."""
+        """Bring the tensors back, once."""
         if self.before is None:
             return
         before, self.before = self.before, None
@@ -155,7 +172,7 @@ class SurvivesReset(Planting):
         def bring_back(layers: Layers) -> None:
             for number, old in enumerate(before):
                 own = layers[number]
-                for name in ("k", "v") if number in self.appending_layers else ():
+                for name in ("k", "v") if number in self.appending else ():
                     own[name] = torch.cat([old[name], own[name]], dim=2)
                 for name in own.keys() & old.keys():
                     if name.startswith("state"):
@@ -165,7 +182,7 @@ class SurvivesReset(Planting):
 
 
 class StalePositions(Planting):
-    """Lets positions go on where they stood before tokens were taken back."""
+    """Counts positions as if no tokens had been taken back."""
 
     def __init__(self) -> None:
         super().__init__(lambda: self._ahead)
@@ -182,6 +199,6 @@ class StalePositions(Planting):
 
 
 def copies(session: Session, layer: int, prefix: str = "") -> dict[str, Tensor]:
-    """Return copies of a layer's tensors; recurrent ones are written in place."""
+    """Return copies of a layer's tensors, because recurrent layers write into their own."""
     tensors = session.cache_tensors()[layer]
     return {name: value.clone() for name, value in tensors.items() if name.startswith(prefix)}

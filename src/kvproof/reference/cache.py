@@ -5,7 +5,7 @@ changes nothing, and a fork is an assignment. One call to the decoder is one `Ap
 exactly once, in order, and `Append.finish` refuses a cache in which one of them did not.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -36,12 +36,14 @@ class LayerCache:
 class DecoderCache:
     """All layers' caches of one request.
 
-    ``num_consumed`` counts the tokens that the request has consumed, which every layer must hold.
+    ``num_consumed`` counts the tokens that the request has consumed, which every layer must hold. Without
+    ``counts_entries``, as in most decoders, nothing checks that they do.
     """
 
     request: str
     layers: tuple[LayerCache, ...]
     num_consumed: int
+    counts_entries: bool = True
 
     @classmethod
     def empty(
@@ -63,7 +65,7 @@ class DecoderCache:
                 raise CacheError(
                     f"layer {index} was given layer {layer.layer}'s cache: each layer owns its cache"
                 )
-            if len(layer) != self.num_consumed:
+            if self.counts_entries and len(layer) != self.num_consumed:
                 raise CacheError(
                     f"layer {index} holds {len(layer)} entries where {self.num_consumed} tokens were "
                     "consumed: an append is missing or was made twice"
@@ -74,17 +76,17 @@ class DecoderCache:
         layers = (
             LayerCache(c.request, c.layer, c.keys[:, :, :length], c.values[:, :, :length]) for c in self.layers
         )
-        return DecoderCache(self.request, tuple(layers), length)
+        return replace(self, layers=tuple(layers), num_consumed=length)
 
     def reorder(self, rows: list[int]) -> "DecoderCache":
         """Return a cache whose batch row i is the old row ``rows[i]``."""
         layers = (LayerCache(c.request, c.layer, c.keys[rows], c.values[rows]) for c in self.layers)
-        return DecoderCache(self.request, tuple(layers), self.num_consumed)
+        return replace(self, layers=tuple(layers))
 
     def owned_by(self, request: str) -> "DecoderCache":
         """Return the same entries as another request's own; tensors are shared and never written to."""
         layers = (LayerCache(request, c.layer, c.keys, c.values) for c in self.layers)
-        return DecoderCache(request, tuple(layers), self.num_consumed)
+        return replace(self, request=request, layers=tuple(layers))
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +129,8 @@ class Append:
         """Return the grown cache; raise `CacheError` unless every layer appended."""
         if len(self.done) != len(self.cache.layers):
             raise CacheError(f"layer {len(self.done)} did not append: every layer appends each token once")
-        grown = DecoderCache(self.cache.request, tuple(self.done), self.cache.num_consumed + self.num_new)
+        num_consumed = self.cache.num_consumed + self.num_new
+        grown = replace(self.cache, layers=tuple(self.done), num_consumed=num_consumed)
         grown.check()
         return grown
 

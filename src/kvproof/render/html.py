@@ -9,7 +9,7 @@ from kvproof.contract.report import Report
 from kvproof.contract.results import (
     Certificate,
     Divergence,
-    Mutant,
+    FaultResult,
     Outcome,
     RowResult,
     ScenarioResult,
@@ -94,7 +94,7 @@ def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
         if top is not None:
             yield "Largest float64 gap", number(top), ""
     if report.certificate is not None:
-        caught, num = report.certificate.number(Outcome.CAUGHT), len(report.certificate.mutants)
+        caught, num = report.certificate.number(Outcome.CAUGHT), len(report.certificate.faults)
         equivalent = report.certificate.number(Outcome.EQUIVALENT)
         yield "Planted faults caught", f"{caught} of {num - equivalent}", ""
     num_unchecked = sum(s.verdict is Verdict.NOT_CHECKED for s in report.scenarios)
@@ -107,21 +107,21 @@ class _Matrix:
     """The certificate's faults by layer."""
 
     layers: list[int | None]
-    rows: list[tuple[str, list[list[Mutant]], float | None]]
+    rows: list[tuple[str, list[list[FaultResult]], float | None]]
     tiles: list[tuple[str, str, str]]
 
 
 def _matrix(certificate: Certificate) -> _Matrix:
-    mutants = certificate.mutants
-    layers = sorted({m.layer for m in mutants}, key=lambda layer: -1 if layer is None else layer)
+    results = certificate.faults
+    layers = sorted({r.layer for r in results}, key=lambda layer: -1 if layer is None else layer)
     rows = []
-    for name in dict.fromkeys(m.fault for m in mutants):
-        own = [m for m in mutants if m.fault == name]
-        caught = [m.gap for m in own if m.outcome is Outcome.CAUGHT]
-        cells = [[m for m in own if m.layer == layer] for layer in layers]
+    for name in dict.fromkeys(r.name for r in results):
+        own = [r for r in results if r.name == name]
+        caught = [r.gap for r in own if r.caught]
+        cells = [[r for r in own if r.layer == layer] for layer in layers]
         rows.append((name, cells, min(caught, key=_order, default=None)))
     tiles = [
-        ("Planted", str(len(mutants)), f"in {certificate.dtype}"),
+        ("Planted", str(len(results)), f"in {certificate.dtype}"),
         ("Caught", str(certificate.number(Outcome.CAUGHT)), f"{certificate.num_right} at the right stage"),
     ]
     others = {
@@ -135,17 +135,17 @@ def _matrix(certificate: Certificate) -> _Matrix:
     return _Matrix(layers=layers, rows=rows, tiles=tiles)
 
 
-def _symbol(mutant: Mutant) -> str:
-    if mutant.outcome is Outcome.CAUGHT:
-        return "✓" if mutant.right_stage else "✓·"
-    return {Outcome.RAISED: "!", Outcome.HIDDEN: "○", Outcome.EQUIVALENT: "="}[mutant.outcome]
+def _symbol(result: FaultResult) -> str:
+    if result.caught:
+        return "✓" if result.right_stage else "✓·"
+    return {Outcome.RAISED: "!", Outcome.HIDDEN: "○", Outcome.EQUIVALENT: "="}[result.outcome]
 
 
-def _cell_class(mutants: Sequence[Mutant]) -> str:
-    """Return the class of a cell: that of the outcome which tells least for the audit."""
+def _cell_class(results: Sequence[FaultResult]) -> str:
+    """Return the class of a cell: that of the outcome that says least for the audit."""
     order = [Outcome.CAUGHT, Outcome.RAISED, Outcome.EQUIVALENT, Outcome.HIDDEN]
-    worst = max((m.outcome for m in mutants), key=order.index)
-    if worst is Outcome.CAUGHT and not all(m.right_stage for m in mutants):
+    worst = max((r.outcome for r in results), key=order.index)
+    if worst is Outcome.CAUGHT and not all(r.right_stage for r in results):
         return "caught elsewhere"
     return "hidden-fault" if worst is Outcome.HIDDEN else worst.value
 

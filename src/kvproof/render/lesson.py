@@ -77,7 +77,7 @@ QUESTIONS = (
         hint="Above, take the run “seeded” with the fault “missing-append”, and look at the gaps beneath the "
         "tokens.",
         solution="It is not shown. With the missing append the seeded run keeps every most likely token, while "
-        "a logit is off by more than 3. A policy that draws, or another prompt, meets what the chosen tokens "
+        "a logit is off by more than 8. A policy that draws, or another prompt, meets what the chosen tokens "
         "hid. So whole rows are compared.",
     ),
     Question(

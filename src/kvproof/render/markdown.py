@@ -37,8 +37,8 @@ def _lines(report: Report) -> Iterator[str]:
             yield ""
     certificate = report.certificate
     if certificate is not None:
-        caught = sum(mutant.outcome.value == "caught" for mutant in certificate.mutants)
-        yield f"Certificate: {caught} of {len(certificate.mutants)} planted faults changed a row and were caught."
+        caught = sum(result.caught for result in certificate.faults)
+        yield f"Certificate: {caught} of {len(certificate.faults)} planted faults changed a row and were caught."
 
 
 def _row(scenario: ScenarioResult) -> str:

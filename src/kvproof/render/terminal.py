@@ -240,19 +240,19 @@ def _failures(faults: tuple[FaultResult, ...]) -> Table:
             text = Text(finding(fault.divergence))
         table.add_row(
             Text(f"{fault.name}\n{fault.breaks}"),
-            f"{fault.largest_gap:.4g}",
-            f"{fault.tolerance:.1e}",
-            _pass(fault.caught and fault.num_rows_beyond > 0),
+            "" if fault.largest_gap is None else f"{fault.largest_gap:.4g}",
+            "" if fault.tolerance is None else f"{fault.tolerance:.1e}",
+            _pass(fault.caught and bool(fault.num_rows_beyond)),
             text,
         )
     return table
 
 
 def _certificate(certificate: Certificate) -> Iterator[RichText]:
-    """Say what the audit saw of faults planted on purpose."""
+    """Say which of the planted faults the audit saw."""
     num = {outcome: certificate.number(outcome) for outcome in Outcome}
     text = (
-        f"certificate: of {len(certificate.mutants)} planted faults ({certificate.dtype}) "
+        f"certificate: of {len(certificate.faults)} planted faults ({certificate.dtype}) "
         f"{num[Outcome.CAUGHT]} changed a row and were caught, {certificate.num_right} of them at the right stage"
     )
     others = {

@@ -30,15 +30,20 @@ _ABILITIES = (
 
 
 class ReferenceSubject(Subject):
-    """A checkpoint of the reference decoder, frozen, on the CPU."""
+    """A checkpoint of the reference decoder, frozen, on the CPU.
+
+    Its cache refuses a layer with a wrong number of entries. With ``counts_entries=False`` it uses whatever it
+    holds, as most decoders do, so that faults in the number of entries reach the logits.
+    """
 
     NAME = "reference decoder"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, counts_entries: bool = True) -> None:
         for name, weight in checkpoint.decoder.state_dict().items():
             if not weight.isfinite().all():
                 raise CheckpointError(f"weight {name!r} holds a value that is not finite; nothing runs on it")
         self.checkpoint = checkpoint
+        self.counts_entries = counts_entries
         self.decoder = checkpoint.decoder
         self._requests = itertools.count()
         config = self.decoder.config
@@ -87,11 +92,13 @@ class ReferenceSubject(Subject):
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
+        cache = dataclasses.replace(cache, counts_entries=self.counts_entries)
         return ReferenceSession(self, [[] for _ in range(opening.batch)], cache, opening.tap)
 
     def _cast(self, dtype: torch.dtype) -> "ReferenceSubject":
         decoder = copy.deepcopy(self.decoder).to(dtype)
-        return ReferenceSubject(Checkpoint(decoder=decoder, seed=self.checkpoint.seed, loss=self.checkpoint.loss))
+        checkpoint = Checkpoint(decoder=decoder, seed=self.checkpoint.seed, loss=self.checkpoint.loss)
+        return ReferenceSubject(checkpoint, counts_entries=self.counts_entries)
 
     def new_request(self) -> str:
         """Return a name that no other request of this subject has."""
