@@ -191,7 +191,7 @@ def _shrink_model(case: _Case, tries: Tries) -> None:
         case.failure = failure
         return True
 
-    case.model = simplify(case.model, WritableModel.simplify, better, tries, key=lambda model: model.key)
+    case.model = simplify(case.model, lambda model: model.simplify(), better, tries, key=lambda model: model.key)
 
 
 def _text(case: _Case, report: Report, found: ScenarioResult) -> str:
