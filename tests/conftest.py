@@ -22,7 +22,7 @@ from kvproof.reference import Checkpoint, train  # noqa: E402
 from kvproof.subjects import ReferenceSubject  # noqa: E402
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # more round otherwise: tools/processors.py
-# A tiny model's speed hangs on what else the machine does; examples are chosen the same way each time.
+# A tiny model's speed depends on what else the machine does; examples are chosen the same way each time.
 settings.register_profile("kvproof", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("kvproof")
 

@@ -100,7 +100,7 @@ class _Examiner:
         """Yield what the seam and each declared ability promise, with what tries it."""
         yield "rows are of the declared dtype, and the same each time", self._rows
         yield "tokens past the context are refused, and nothing is changed by that", self._context
-        yield "sessions do not feel each other", self._sessions
+        yield "sessions do not affect each other", self._sessions
         yield "a reset session is as good as a new one", self._reset
         for ability, promise, run in (
             (Ability.TAP, "a tap sees the tokens, and changes nothing by looking", self._looking),

@@ -8,7 +8,7 @@ The transformations stand in one order, which is that of transformers:
 1. ``repetition_penalty``: the logit of each token that the prompt or the returned tokens hold is divided by it
    where it is positive, and multiplied where it is negative;
 2. ``temperature``: logits are divided by it;
-3. ``top_k``: the so many largest logits stay; of equal ones at the border, those of the lowest ids;
+3. ``top_k``: the ``top_k`` largest logits stay; of equal ones at the border, those with the lowest ids;
 4. ``top_p``: the most likely tokens stay, as few as together reach this probability; of equal ones at the
    border, those of the lowest ids;
 5. ``min_p``: what is less likely than this part of the most likely token's probability goes;

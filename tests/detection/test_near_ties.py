@@ -31,7 +31,7 @@ ROUTED = (TIED_AT, Site(Stage.MLP_OUT, 1))
 TIED = 9
 #: A lead that rounding cannot be told from, of scores around 20, and what turns it round.
 NEAR, TURN = 3e-7, 3e-5
-#: So many decoders of each kind are tried; which seeds give them hangs on how the machine rounds.
+#: So many decoders of each kind are tried; which seeds give them depends on how the machine rounds.
 NUMBERS = range(4)
 
 

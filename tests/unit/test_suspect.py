@@ -1,4 +1,4 @@
-"""Which side is wrong: one row by four ways, of which one stands alone or none does."""
+"""Which side is wrong: one row computed in four ways, of which one disagrees with the others, or none does."""
 
 from collections.abc import Callable, Sequence
 

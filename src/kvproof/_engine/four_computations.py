@@ -64,7 +64,7 @@ def _cached(subject: Subject, parts: list[Prefix]) -> Tensor:
 
 
 def _suspect(groups: list[tuple[str, ...]]) -> str | None:
-    """Return the way that stands alone against three; where only the scenario does, all plain ways agree."""
+    """Return the computation that disagrees with the three others; if that is the scenario, all plain ones agree."""
     alone = [names for names in groups[1:] if _plain(names)]
     if len(groups) == 1:
         return None

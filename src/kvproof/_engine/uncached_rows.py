@@ -249,7 +249,7 @@ class Uncached:
         return [None if choice is None else choice.taken for choice in self.choices(ids)]
 
     def exact_tables(self) -> tuple[Rung, tuple[str, ...]] | None:
-        """Return the top rung with tables computed anew in float64, and which; None where that cannot be had.
+        """Return the top rung with tables computed anew in float64, and which; None if there is none.
 
         It is tried once: a model that cannot be built again excuses nothing.
         """

@@ -166,6 +166,6 @@ def _noise_between(shorter: Trace, values: Trace) -> dict[Site, float]:
             continue
         alone = shorter[site]
         shared = value.narrow(axis, 0, alone.shape[axis])
-        # A value whose size hangs on the length, as an index of selected tokens does, has no counterpart.
+        # A value whose size depends on the length, as an index of selected tokens does, has no counterpart.
         noise[site] = gap_between(alone, shared).size if alone.shape == shared.shape else 0.0
     return noise

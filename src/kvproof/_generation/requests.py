@@ -115,7 +115,7 @@ def serve(
     """Run requests, one step of each in turns and at most ``batch`` at a time, until all have ended.
 
     A request joins as soon as another has left. Each owns its cache and its generator and is fed alone, so
-    what it returns hangs on no other. Ctrl-C ends those that are running, marks them, and comes through.
+    what it returns depends on no other request. Ctrl-C ends those that are running, marks them, and comes through.
     """
     if batch < 1:
         raise UsageError(f"batch must be at least 1, not {batch}")

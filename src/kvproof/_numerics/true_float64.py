@@ -4,7 +4,7 @@ Casting a model's weights is not enough. Norms, rotary tables, softmax and route
 float32 by name, which leaves about 1e-6 of rounding where float64 alone would leave 1e-14: enough to hide a
 bug of that size, or to be taken for one.
 
-Which of equal scores a top-k takes is not a question of algebra either: the kernels' answer hangs on the
+Which of equal scores a top-k takes is not a question of algebra either: the kernels' answer depends on the
 tensor's length, so the same token may get other experts, or other keys, in a longer call. At the top rung the
 lowest index wins.
 """

@@ -235,7 +235,7 @@ def _tie(runs: tuple[RunPair, ...]) -> str:
     step = runs[0].cached.steps[1]
     first, second = step.top_logits[:2]
     return (
-        f"After A the corpus has B and C equally often, so which one greedy takes hangs on the last digits of "
+        f"After A the corpus has B and C equally often, so which one greedy takes depends on the last digits of "
         f"training. Here {first.token} stands {step.margin:.1e} above {second.token}, where the two paths "
         f"differ by {step.error:.1e}: the choice is {step.margin_verdict}."
     )

@@ -65,7 +65,7 @@ def reproduce(
     """Shrink what a report found first, or in the scenario ``only``, write it to ``file``, and run that.
 
     ``name`` is the report's, for messages. Raises `UsageError` where nothing diverged that can be written out,
-    where the subject cannot be had any more, and where nothing fails in float64 here; `OutputError` where the
+    where the subject is no longer available, and where nothing fails in float64 here; `OutputError` where the
     file cannot be written.
     """
     if report.request is None:
