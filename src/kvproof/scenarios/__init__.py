@@ -1,7 +1,7 @@
-"""Scenarios: programs of cache operations whose every row has an oracle.
+"""Scenarios: programs of cache operations, with an oracle for every row of logits.
 
-A program is data. Each operation that feeds tokens names their ids, so what the resulting rows must equal follows
-from the ids alone: the uncached rows of the same tokens, computed from scratch.
+A program is data. Each operation that feeds tokens names their ids, and the ids alone determine what the
+resulting rows must equal: the uncached rows of the same tokens, computed from scratch.
 """
 
 from kvproof.scenarios import _calls, _operations
@@ -80,6 +80,6 @@ __all__ = [
     "with_cache",
     "without_positions",
 ]
-# A new operation is public by its own file's list.
+# To make a new operation public, add it to the `__all__` of its own file.
 __all__ += _calls.__all__
 __all__ += _operations.__all__

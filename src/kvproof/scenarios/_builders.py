@@ -1,4 +1,4 @@
-"""Builders of scenarios: each makes one kind of program from the caller's token sequences."""
+"""Builds scenarios: each function makes one kind of program from the caller's token sequences."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ def prefill_and_steps(sequence: Sequence[int], split: int) -> Scenario:
 
 
 def chunked_prefill(sequence: Sequence[int], size: int) -> Scenario:
-    """Feed ``size`` tokens per call, so that later chunks meet a warm cache."""
+    """Feed ``size`` tokens per call, so that later chunks extend a warm cache."""
     if size < 1:
         raise UsageError(f"a chunk holds at least 1 token, not {size}")
     starts = range(0, len(sequence), size)
@@ -54,7 +54,7 @@ def chunked_prefill(sequence: Sequence[int], size: int) -> Scenario:
 
 
 def rollback(sequence: Sequence[int], length: int, continuation: Sequence[int]) -> Scenario:
-    """Feed a sequence in one call, crop it to ``length`` tokens, and continue with other ones."""
+    """Feed a sequence in one call, crop it to ``length`` tokens, and continue with different tokens."""
     return Scenario(
         name="rollback",
         exposes="entries that survive a crop, and positions that do not go back",
@@ -70,7 +70,7 @@ def rollback(sequence: Sequence[int], length: int, continuation: Sequence[int]) 
 def rollback_across_calls(
     sequence: Sequence[int], size: int, length: int, continuation: Sequence[int]
 ) -> Scenario:
-    """Do the same after calls of ``size`` tokens, so that the crop undoes more than the newest call."""
+    """Roll back after feeding ``size`` tokens per call, so that the crop undoes more than the newest call."""
     program = rollback(sequence, length, continuation)
     return replace(
         program,
@@ -81,7 +81,7 @@ def rollback_across_calls(
 
 
 def fork(prefix: Sequence[int], parent: Sequence[int], child: Sequence[int]) -> Scenario:
-    """Continue one shared prefix twice, in turns."""
+    """Continue one shared prefix in two sessions, alternating between them."""
     turns: list[Operation] = []
     for token, other in zip(parent, child, strict=True):
         turns += [Extend(ids=((token,),), session=0), Extend(ids=((other,),), session=1)]
@@ -94,7 +94,7 @@ def fork(prefix: Sequence[int], parent: Sequence[int], child: Sequence[int]) -> 
 
 
 def interleaved_requests(first: Sequence[int], second: Sequence[int]) -> Scenario:
-    """Run two requests in turns, one token each."""
+    """Run two requests, alternating between them after each token."""
     turns: list[Operation] = []
     for token, other in zip(first, second, strict=True):
         turns += [Extend(ids=((token,),), session=0), Extend(ids=((other,),), session=1)]
@@ -169,7 +169,7 @@ def buffer_reuse(first: Sequence[int], second: Sequence[int]) -> Scenario:
 
 
 def isolation(row: Sequence[int], neighbours: Sequence[Sequence[int]], num_steps: int) -> Scenario:
-    """Run one batch row in several sessions whose other row differs. Its last tokens are fed one by one."""
+    """Run one batch row in several sessions whose other row differs. Feed its last tokens one by one."""
     split = len(row) - num_steps
     operations: list[Operation] = [Open(batch=2) for _ in neighbours[1:]]
     for start, stop in ((0, split), *((i, i + 1) for i in range(split, len(row)))):
@@ -187,7 +187,7 @@ def isolation(row: Sequence[int], neighbours: Sequence[Sequence[int]], num_steps
 
 
 def with_cache(scenario: Scenario, kind: CacheKind, *, advice: bool = False) -> Scenario:
-    """Return the program with another kind of cache, and named after it."""
+    """Return the program with another kind of cache, named after that kind."""
     return replace(
         scenario,
         name=f"{kind.value} cache",
@@ -207,7 +207,7 @@ _CACHE_EXPOSES = {
 
 
 def without_positions(scenario: Scenario, name: str) -> Scenario:
-    """Return the program in a form in which the decoder works out the positions of new tokens itself."""
+    """Return the program without explicit positions: the decoder computes the positions of new tokens itself."""
     return replace(
         scenario,
         name=name,
@@ -239,7 +239,7 @@ def poisoned_buffer(first: Sequence[int], second: Sequence[int], split: int) -> 
 
 
 def window_crossing(sequence: Sequence[int], window: int) -> tuple[Scenario, ...]:
-    """Cross a window by steps, by a prompt, and by a block on a warm cache; takes 2 × window + 1 tokens."""
+    """Cross a window in steps, with a prompt, and with a block on a warm cache. Needs 2 × window + 1 tokens."""
     if window < 2 or len(sequence) < 2 * window + 1:
         raise UsageError(f"{len(sequence)} tokens do not cross a window of {window}")
     end, ids = 2 * window + 1, tuple(sequence)
@@ -262,7 +262,7 @@ def window_crossing(sequence: Sequence[int], window: int) -> tuple[Scenario, ...
 
 
 def context_end(sequence: Sequence[int]) -> Scenario:
-    """Fill the context with a sequence of its length. Calls that reach past the end must be refused."""
+    """Fill the context with a sequence as long as the context. Calls past the end must be refused."""
     ids, beyond = tuple(sequence), (sequence[0],)
     split = len(ids) - 2
     return Scenario(
@@ -314,7 +314,7 @@ _METHOD_EXPOSES = {
 
 
 def beam_search(prompt: Sequence[int], tokens: Sequence[int]) -> Scenario:
-    """Run the library's own search with three beams that change places; takes 3 different tokens."""
+    """Run the library's own beam search with three beams that change places. Needs 3 different tokens."""
     if len(set(tokens)) != 3:
         raise UsageError(f"three beams need three different tokens, not {tuple(tokens)}")
     parents = ((0, 0, 0), (1, 0, 1), (2, 0, 1), (1, 1, 0))
@@ -330,8 +330,8 @@ def beam_search(prompt: Sequence[int], tokens: Sequence[int]) -> Scenario:
 def prompt_lookup(period: Sequence[int], other: int) -> Scenario:
     """Generate with tokens proposed from the prompt, some of which are right.
 
-    The prompt repeats three tokens, and so does the continuation, except that ``other`` takes the place of the
-    third one once: there the proposals are wrong.
+    The prompt repeats three tokens, and so does the continuation, except that ``other`` replaces the third token
+    once. The proposals are wrong at that point.
     """
     a, b, c = period
     return generation(

@@ -1,7 +1,7 @@
 """Operations that call the decoder: on one session, or through the decoder's own ``generate()``.
 
-A program is data: each call names the token ids that it feeds, so what each resulting row must equal follows from
-the ids alone.
+A program is data: each call names the token ids that it feeds, and the ids alone determine what each resulting
+row must equal.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from kvproof.scenarios._operations import (
 )
 from kvproof.scenarios._states import Ids, SessionState, States
 
-#: The names that `kvproof.scenarios` passes on.
+#: The names that `kvproof.scenarios` re-exports.
 __all__ = ["Extend", "Feed", "Generate", "Method", "Refused"]
 
 
@@ -45,7 +45,7 @@ class Feed(SessionOperation):
 
     @property
     def num_columns(self) -> int:
-        """The number of slots that the call takes in the cache."""
+        """The number of cache slots that the call fills."""
         return max(map(len, self.ids), default=0)
 
     def fits_state(self, state: SessionState) -> bool:
@@ -53,7 +53,7 @@ class Feed(SessionOperation):
         return len(self.ids) == len(state.rows)
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether the tokens can be fed, apart from the room that they take."""
+        """Return whether the tokens can be fed, ignoring whether the context has room for them."""
         if not all(self.ids) or (self.is_ragged and states[self.session].length):
             return False
         return all(0 <= token < limits.vocab_size for row in self.ids for token in row)
@@ -90,13 +90,13 @@ class Extend(Feed):
         return Feed.is_allowed(self, states, limits, cache) and end <= limits.context_len
 
     def compared(self, after: States) -> Iterator[tuple[Ids, int]]:
-        """Yield each batch row, and the length that the first new token makes, or the last."""
+        """Yield each batch row, and the length of the prefix that ends with its first (or last) new token."""
         for row, new in zip(after[self.session].rows, self.ids, strict=True):
             yield row, len(row) if self.last_only else len(row) - len(new) + 1
 
     @classmethod
     def draw(cls, at: Draw) -> "Extend | None":
-        """Draw new tokens, of one number for all rows."""
+        """Draw the same number of new tokens for every row."""
         state = at.state
         if state.length >= at.max_len:
             return None
@@ -111,7 +111,7 @@ class Extend(Feed):
         return sum(map(len, self.ids))
 
     def simplify(self) -> Iterator["Extend"]:
-        """Leave out columns, in blocks from half of them down to one; of unequal rows, one row's first token."""
+        """Drop blocks of columns, from half of them down to one. Of ragged rows, drop one row's first token."""
         if self.is_ragged:
             for place, row in enumerate(self.ids):
                 if len(row) > 1:
@@ -146,7 +146,7 @@ class Refused(Feed, Action):
 
 
 class Method(StrEnum):
-    """A way in which a library generates."""
+    """A generation method of a library."""
 
     GREEDY = "greedy"
     BEAM = "beam search"
@@ -159,8 +159,8 @@ class Method(StrEnum):
 class Generate(Operation):
     """Generate from prompts through the decoder's own library, outside all sessions, with every choice forced.
 
-    ``steps`` has an entry for each new token. The entry holds, for each batch row or beam, best first, the row
-    that it continues and the token that it takes. Beams all start from one prompt; otherwise rows stay in place.
+    ``steps`` has an entry for each new token. For each batch row or beam, best first, the entry holds the row
+    that it continues and the token that it appends. Beams all start from one prompt; other rows stay in place.
     """
 
     ability = Ability.GENERATE
@@ -170,7 +170,7 @@ class Generate(Operation):
     steps: tuple[tuple[tuple[int, int], ...], ...]
 
     def prefixes(self) -> tuple[tuple[Ids, ...], ...]:
-        """Return, for each step, the tokens of each row that its choice follows."""
+        """Return, for each step, the tokens of each row before that step's choice."""
         rows = self.prompts if self.method is not Method.BEAM else self.prompts * len(self.steps[0])
         prefixes = []
         for step in self.steps:
@@ -179,7 +179,7 @@ class Generate(Operation):
         return tuple(prefixes)
 
     def fits(self, states: States) -> bool:
-        """Return True: no session takes part."""
+        """Return True, because no session is involved."""
         return True
 
     def apply(self, states: States) -> States:
@@ -187,9 +187,9 @@ class Generate(Operation):
         return states
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return False: programs that generate are neither drawn nor shrunk."""
+        """Return False, because programs that generate are neither drawn at random nor shrunk."""
         return False
 
     def compared(self, after: States) -> Iterator[tuple[Ids, int]]:
-        """Yield what each choice follows."""
+        """Yield the prefix before each choice."""
         yield from ((row, len(row)) for rows in self.prefixes() for row in rows)

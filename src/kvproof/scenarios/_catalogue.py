@@ -1,4 +1,4 @@
-"""The catalogue: every named scenario, made from two token sequences and a subject's own boundaries."""
+"""The catalogue: every named scenario, built from two token sequences and the subject's boundaries."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
@@ -33,17 +33,17 @@ from kvproof.scenarios._walk import Scenario
 
 #: A context of at most this many tokens is always filled to its end.
 SHORT_CONTEXT = 512
-#: Longer contexts, and windows, are crossed if that takes at most this many times the sequences' length.
+#: Longer contexts and windows are crossed only if that needs at most this many times the sequences' length.
 MAX_FACTOR = 4
 
 
 def catalogue(
     sequence: Sequence[int], other: Sequence[int], boundaries: Boundaries | None = None
 ) -> tuple[Scenario, ...]:
-    """Return every named scenario over two token sequences of one length, at least 8.
+    """Return every named scenario over two token sequences of equal length, at least 8.
 
-    Several scenarios may have one name and different split points; an audit reports them as one. A scenario that
-    cannot be made for the subject's boundaries has no operations, and says why.
+    Several scenarios can share a name and differ in their split points; an audit reports them as one. A scenario
+    that cannot be built for the subject's boundaries has no operations, and gives the reason.
     """
     n = len(sequence)
     if n < 8 or len(other) != n:
@@ -104,7 +104,7 @@ def _at_boundaries(
         return
     max_len, context_len = MAX_FACTOR * len(sequence), boundaries.context_len
     windows = sorted(window for window in set(boundaries.windows) if window >= 2)
-    # Caches drop what has left a window after each call, so a crop can undo several calls only within a window.
+    # After each call, caches drop the entries that left the window. A crop can undo several calls only within it.
     kept = min([len(sequence) // 2, *(window - 1 for window in windows)])
     if kept < 4:
         reason = f"after each call the cache drops what has left the window of {windows[0]}"
@@ -154,7 +154,7 @@ def _other_caches(sequence: Sequence[int], other: Sequence[int]) -> Iterator[Sce
     yield poisoned_buffer(sequence[:half], other[:third], half - 3)
     short = prefill_and_steps(sequence[: half + 4], half)
     yield with_cache(short, CacheKind.OFFLOADED)
-    # Few bits are the caller's choice: their error is reported, but no part of the verdict.
+    # The caller chose to store few bits, so the error is reported but does not affect the verdict.
     yield with_cache(short, CacheKind.QUANTISED, advice=True)
 
 
@@ -182,7 +182,7 @@ def _through_generate(sequence: Sequence[int], other: Sequence[int]) -> Iterator
 def select(
     scenarios: Sequence[Scenario], *, only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> tuple[Scenario, ...]:
-    """Return only the scenarios with some names, or all but some; raise `UsageError` for an unknown name."""
+    """Return only the named scenarios, or all except the named ones; raise `UsageError` for an unknown name."""
     names = list(dict.fromkeys(scenario.name for scenario in scenarios))
     for name in (*only, *without):
         if name not in names:

@@ -1,8 +1,8 @@
-"""Operations: what a program is made of, and the abilities that they need.
+"""Operations: the building blocks of a program, and the abilities that they need.
 
-Everything that is particular to one operation is in its class: the ability that it needs, how it changes what
-sessions hold, where it is legal, how a session carries it out, how it is drawn at random, and how it is made
-simpler. Operations that call the decoder, and so give rows to compare, are in `_calls`.
+The class of an operation defines everything specific to it: the ability that it needs, how it changes what
+sessions hold, where it is legal, how a session performs it, how it is drawn at random, and how it is
+simplified. Operations that call the decoder, and therefore produce rows to compare, are in `_calls`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, final
 
 from kvproof.scenarios._states import Ids, SessionState, States
 
-#: The names that `kvproof.scenarios` passes on.
+#: The names that `kvproof.scenarios` re-exports.
 __all__ = [
     "Ability",
     "Action",
@@ -42,11 +42,11 @@ MAX_SESSIONS = MAX_ROWS = 3
 
 
 class Ability(StrEnum):
-    """What a subject or its sessions declare that they can do. Declared, never probed."""
+    """An ability that a subject or its sessions can declare. Abilities are declared, never probed."""
 
-    CAST = "cast"  #: give the same decoder in another dtype
-    TAP = "tap"  #: show and replace intermediate values
-    INSPECT = "inspect"  #: show the cache's tensors
+    CAST = "cast"  #: return the same decoder in another dtype
+    TAP = "tap"  #: expose and replace intermediate values
+    INSPECT = "inspect"  #: expose the cache's tensors
     EDIT = "edit"  #: replace the cache's tensors between calls
     BATCH = "batch"  #: hold several rows in one session
     CROP = "crop"  #: forget the newest tokens
@@ -54,19 +54,19 @@ class Ability(StrEnum):
     REORDER = "reorder"  #: permute, repeat or drop batch rows
     PAD = "pad"  #: start a session with rows of unequal length, padded on the left
     POISON = "poison"  #: fill the cache's unused slots with garbage
-    OMIT_POSITIONS = "omit-positions"  #: work out the positions of new tokens itself
-    STATIC_CACHE = "static-cache"  #: keep a cache whose buffers are allocated in advance
-    OFFLOADED_CACHE = "offloaded-cache"  #: keep a cache in other memory than the decoder's
+    OMIT_POSITIONS = "omit-positions"  #: compute the positions of new tokens itself
+    STATIC_CACHE = "static-cache"  #: keep a cache with preallocated buffers
+    OFFLOADED_CACHE = "offloaded-cache"  #: keep a cache in different memory from the decoder's
     QUANTISED_CACHE = "quantised-cache"  #: keep keys and values in few bits
     GENERATE = "generate"  #: generate through the decoder's own library, with every choice forced
-    GENERATE_CHUNKED = "generate-chunked"  #: let that library read a prompt in chunks
+    GENERATE_CHUNKED = "generate-chunked"  #: let that library prefill a prompt in chunks
     GENERATE_ASSISTED = "generate-assisted"  #: let that library verify proposed tokens
 
 
 class CacheKind(StrEnum):
     """The kind of cache that a session keeps."""
 
-    DYNAMIC = "dynamic"  #: grows as it is fed, and drops what has left a window
+    DYNAMIC = "dynamic"  #: grows as tokens are fed, and drops entries that left a window
     STATIC = "static"
     OFFLOADED = "offloaded"
     QUANTISED = "quantised"
@@ -78,7 +78,7 @@ class CacheKind(StrEnum):
 
 
 class Claim(StrEnum):
-    """What a scenario says that it does. If a run never did it, the run has shown nothing."""
+    """An event that a scenario claims to exercise. A run in which it never happens shows nothing."""
 
     REFUSED = "tokens refused past the context"
     POISONED = "cache values overwritten with garbage"
@@ -88,7 +88,7 @@ class Claim(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """The lengths at which a subject changes what it does."""
+    """The lengths at which a subject changes its behaviour."""
 
     context_len: int  #: positions 0..context_len - 1 are accepted
     windows: tuple[int, ...] = ()  #: sliding windows, attention chunks, convolutions and scan blocks, in tokens
@@ -96,7 +96,7 @@ class Boundaries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds the programs of a subject."""
+    """The limits on a subject's programs."""
 
     abilities: frozenset[Ability]
     vocab_size: int
@@ -109,13 +109,13 @@ class Limits:
 
     @property
     def window(self) -> int | None:
-        """The smallest window, or None without one; a window of one token keeps nothing that could be lost."""
+        """The smallest window, or None. A window of one token is ignored: it keeps nothing that could be lost."""
         return min((window for window in self.boundaries.windows if window >= 2), default=None)
 
     def min_crop(self, state: SessionState) -> int:
         """Return the shortest length that a session can be cropped to.
 
-        What leaves a window is lost at the next call, so behind a window only the newest call can be undone.
+        Entries that leave a window are lost at the next call, so past a window only the last call can be undone.
         """
         return 0 if self.window is None or state.peak < self.window else state.call_start
 
@@ -135,7 +135,7 @@ class OpenSession(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """Where a random program stands when its next operation is drawn."""
+    """The state of a random program when its next operation is drawn."""
 
     draw: DrawInt
     limits: Limits
@@ -158,7 +158,7 @@ class Draw:
 class Operation(ABC):
     """One step of a program."""
 
-    ability: ClassVar[Ability | None] = None  #: without which a subject cannot do this at all
+    ability: ClassVar[Ability | None] = None  #: the ability that a subject must have to do this at all
 
     @classmethod
     def kind(cls) -> str:
@@ -180,11 +180,11 @@ class Operation(ABC):
 
     @final
     def is_legal(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether a subject with these limits must be able to carry the operation out here."""
+        """Return whether a subject with these limits must be able to perform the operation here."""
         return self.fits(states) and self.needs <= limits.abilities and self.is_allowed(states, limits, cache)
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether the operation is legal here, if it fits and the subject has the abilities for it."""
+        """Return whether the operation is legal here, given that it fits and the subject has the abilities."""
         return True
 
     def compared(self, after: States) -> Iterator[tuple[Ids, int]]:
@@ -193,7 +193,7 @@ class Operation(ABC):
 
     @classmethod
     def draw(cls, at: Draw) -> "Operation | None":
-        """Draw an operation of this kind, or None where it has nothing to act on."""
+        """Draw an operation of this kind, or return None if there is nothing to act on."""
         return None
 
     @property
@@ -207,11 +207,11 @@ class Operation(ABC):
         return 0
 
     def trim(self, states: States) -> "Operation":
-        """Return the operation without what has no effect here."""
+        """Return the operation without the parts that have no effect here."""
         return self
 
     def simplify(self) -> Iterator["Operation"]:
-        """Yield simpler operations of the same kind, those that leave out most first."""
+        """Yield simpler operations of the same kind, starting with those that drop the most."""
         yield from ()
 
 
@@ -230,7 +230,7 @@ class SessionOperation(Operation):
         return True
 
     def apply(self, states: States) -> States:
-        """Return the states with that of the operation's session changed."""
+        """Return the states, with the state of the operation's session changed."""
         changed = self.change(states[self.session])
         return (*states[: self.session], changed, *states[self.session + 1 :])
 
@@ -239,20 +239,20 @@ class SessionOperation(Operation):
         return state
 
     def drop_row(self, before: int | None, after: int | None) -> "SessionOperation":
-        """Return the operation for a session without batch row ``before``, and without ``after`` from here on."""
+        """Return the operation with row ``before`` dropped from the session before it, and ``after`` after it."""
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action(SessionOperation):
-    """An operation that a session carries out by itself, and that gives no rows to compare.
+    """An operation that a session performs by itself, and that produces no rows to compare.
 
-    What it did shows in the rows of later calls.
+    Its effect shows in the rows of later calls.
     """
 
     @abstractmethod
     def act(self, session: OpenSession) -> Counter[Claim]:
-        """Carry the operation out; return how often each claim came true."""
+        """Perform the operation; return how often each claim came true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ class Poison(Action):
     ability = Ability.POISON
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether the cache has slots before they hold tokens."""
+        """Return whether the cache allocates slots before they hold tokens."""
         return cache is CacheKind.STATIC
 
     def act(self, session: OpenSession) -> Counter[Claim]:
@@ -282,7 +282,7 @@ class Crop(Action):
     length: int
 
     def fits_state(self, state: SessionState) -> bool:
-        """Return whether the length is one."""
+        """Return whether the length is valid."""
         return self.length >= 0
 
     def change(self, state: SessionState) -> SessionState:
@@ -296,7 +296,7 @@ class Crop(Action):
         )
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether rows have one length, and the cache still has what must be kept."""
+        """Return whether all rows have the same length, and the cache still holds the entries to keep."""
         state = states[self.session]
         in_range = limits.min_crop(state) <= self.length <= state.length
         return in_range and not state.is_ragged and cache is CacheKind.DYNAMIC
@@ -320,7 +320,7 @@ class Crop(Action):
         return self.length
 
     def trim(self, states: States) -> "Crop":
-        """Keep no more tokens than there are."""
+        """Limit the length to the number of tokens."""
         return replace(self, length=min(self.length, states[self.session].length))
 
     def simplify(self) -> Iterator["Crop"]:
@@ -332,7 +332,7 @@ class Crop(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reorder(Action):
-    """Let batch row i continue what was row ``rows[i]``."""
+    """Make batch row i continue the old row ``rows[i]``."""
 
     ability = Ability.REORDER
 
@@ -340,11 +340,11 @@ class Reorder(Action):
 
     @property
     def needs(self) -> frozenset[Ability]:
-        """Its own ability, and batches for more than one row."""
+        """Its own ability, and `Ability.BATCH` for more than one row."""
         return frozenset({Ability.REORDER, *((Ability.BATCH,) if len(self.rows) > 1 else ())})
 
     def fits_state(self, state: SessionState) -> bool:
-        """Return whether there is a row, and each one exists."""
+        """Return whether at least one row is named, and each named row exists."""
         return bool(self.rows) and all(0 <= row < len(state.rows) for row in self.rows)
 
     def change(self, state: SessionState) -> SessionState:
@@ -352,7 +352,7 @@ class Reorder(Action):
         return replace(state, rows=tuple(state.rows[row] for row in self.rows))
 
     def is_allowed(self, states: States, limits: Limits, cache: CacheKind) -> bool:
-        """Return whether there are tokens to move; allocated buffers keep their number of rows."""
+        """Return whether there are tokens to move; preallocated buffers must keep their number of rows."""
         state = states[self.session]
         same_number = len(self.rows) == len(state.rows)
         return state.length > 0 and (same_number or cache is CacheKind.DYNAMIC)
@@ -364,7 +364,7 @@ class Reorder(Action):
 
     @classmethod
     def draw(cls, at: Draw) -> "Reorder":
-        """Draw as many rows as there are, because not every library's cache can change their number."""
+        """Draw as many rows as the session has, because some libraries' caches cannot change the number."""
         num_rows = len(at.state.rows)
         rows = tuple(at.draw(0, num_rows - 1) for _ in range(num_rows))
         moves_nothing = rows == tuple(range(num_rows))
@@ -376,7 +376,7 @@ class Reorder(Action):
         return len(self.rows)
 
     def drop_row(self, before: int | None, after: int | None) -> "Reorder":
-        """Return the same move without a row, with the other rows' new numbers."""
+        """Return the same reordering without a row; the other rows are renumbered."""
         rows = [row for place, row in enumerate(self.rows) if place != after]
         if before is not None:
             rows = [0 if row == before else row - (row > before) for row in rows]
@@ -388,7 +388,7 @@ class Reset(Action):
     """Forget everything and start again."""
 
     def change(self, state: SessionState) -> SessionState:
-        """Return an empty session with as many rows."""
+        """Return an empty session with the same number of rows."""
         return SessionState.empty(len(state.rows))
 
     def act(self, session: OpenSession) -> Counter[Claim]:
@@ -398,7 +398,7 @@ class Reset(Action):
 
     @classmethod
     def draw(cls, at: Draw) -> "Reset":
-        """Return the only reset that there is."""
+        """Return the one possible reset."""
         return cls(session=at.session)
 
 
@@ -414,7 +414,7 @@ class Fork(SessionOperation):
 
     @classmethod
     def draw(cls, at: Draw) -> "Fork | None":
-        """Return a fork while sessions are few."""
+        """Return a fork, or None if no more sessions may be opened."""
         return cls(session=at.session) if at.can_open else None
 
 
@@ -430,7 +430,7 @@ class Open(Operation):
         return frozenset({Ability.BATCH}) if self.batch > 1 else frozenset()
 
     def fits(self, states: States) -> bool:
-        """Return whether the session has a row."""
+        """Return whether the new session has at least one row."""
         return self.batch >= 1
 
     def apply(self, states: States) -> States:
@@ -439,7 +439,7 @@ class Open(Operation):
 
     @classmethod
     def draw(cls, at: Draw) -> "Open | None":
-        """Draw a number of rows while sessions are few."""
+        """Draw a number of rows, or return None if no more sessions may be opened."""
         if not at.can_open:
             return None
         return cls(batch=at.draw(1, MAX_ROWS) if Ability.BATCH in at.limits.abilities else 1)
@@ -450,6 +450,6 @@ class Open(Operation):
         return self.batch
 
 
-#: What random programs are drawn from besides `Extend`. The order decides which program a seed gives, so add new
-#: operations at the end.
+#: The operations in random programs besides `Extend`. Their order determines which program a seed gives, so add
+#: new operations at the end.
 RANDOM_OPERATIONS: tuple[type[Operation], ...] = (Crop, Fork, Reorder, Reset, Open)

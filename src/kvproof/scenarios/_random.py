@@ -1,4 +1,4 @@
-"""Random programs: legal operations in any order, beyond what the catalogue lists."""
+"""Random programs: legal operations in any order, in addition to the catalogue."""
 
 from dataclasses import replace
 from random import Random
@@ -24,7 +24,7 @@ MAX_OPERATIONS = 10
 
 
 def random_program(draw: DrawInt, limits: Limits, max_len: int) -> Scenario:
-    """Draw one program whose sessions hold at most ``max_len`` tokens, and that compares at least one row."""
+    """Draw one program that compares at least one row and whose sessions hold at most ``max_len`` tokens."""
     kinds = [CacheKind.DYNAMIC] * 3 + [CacheKind.STATIC] * (Ability.STATIC_CACHE in limits.abilities)
     cache = kinds[draw(0, len(kinds) - 1)]
     batch = draw(1, MAX_ROWS) if Ability.BATCH in limits.abilities else 1
@@ -42,7 +42,7 @@ def random_program(draw: DrawInt, limits: Limits, max_len: int) -> Scenario:
             continue
         states = operation.apply(states)
         operations.append(operation)
-        # What an action did shows only in the rows of later calls.
+        # The effect of an action shows only in the rows of later calls.
         if isinstance(operation, Action) and draw(0, 2):
             feed_next = operation.session
     program = Scenario(
@@ -67,6 +67,6 @@ def drawable_kinds(limits: Limits) -> tuple[str, ...]:
 
 
 def _drawable(limits: Limits) -> tuple[type[Operation], ...]:
-    """Return the operations that a subject is able to carry out, with the one that feeds it three times."""
+    """Return the operations that a subject can perform. The one that feeds tokens is listed three times."""
     able = (kind for kind in RANDOM_OPERATIONS if kind.ability is None or kind.ability in limits.abilities)
     return (Extend, Extend, Extend, *able)

@@ -1,4 +1,4 @@
-"""What sessions hold at one point of a program, without a decoder."""
+"""What sessions hold at one point of a program, computed without a decoder."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -13,7 +13,7 @@ class SessionState:
     rows: tuple[Ids, ...]  #: the tokens of each batch row
     columns: int = 0  #: the cache's slots for each row, left padding included
     peak: int = 0  #: the length that the longest row has reached since the session was last empty
-    call_start: int = 0  #: the length before the newest call, or after a crop that came later
+    call_start: int = 0  #: the length before the newest call, or after a later crop
 
     @classmethod
     def empty(cls, num_rows: int) -> Self:

@@ -1,6 +1,6 @@
-"""Scenarios, and the one walk through their operations that needs no decoder.
+"""Scenarios, and a walk through their operations that needs no decoder.
 
-The walk gives a program's sequences, its compared prefixes, and the room that it needs.
+The walk gives a program's sequences, its compared prefixes, and the cache capacity that it needs.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ class Scenario:
     operations: tuple[Operation, ...]
     needs: frozenset[Ability] = frozenset()
     batch: int = 1
-    cache: CacheKind = CacheKind.DYNAMIC  #: of every session
+    cache: CacheKind = CacheKind.DYNAMIC  #: the kind that every session keeps
     omit_positions: bool = False  #: sessions leave the positions of new tokens to the decoder
-    advice: bool = False  #: against the library's documentation: reported, but no part of the verdict
-    crosses: tuple[int, ...] = ()  #: lengths at which a row must have been compared
-    claims: frozenset[Claim] = frozenset()  #: what must have happened at least once
-    skipped: str | None = None  #: why there is nothing to run on this subject
+    advice: bool = False  #: the library advises against this: reported, but ignored by the verdict
+    crosses: tuple[int, ...] = ()  #: lengths at which at least one row must be compared
+    claims: frozenset[Claim] = frozenset()  #: events that must happen at least once
+    skipped: str | None = None  #: why the scenario cannot run on this subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def walk(program: Scenario) -> Iterator[Transition]:
 
 
 def longest_sequences(scenario: Scenario) -> tuple[Ids, ...]:
-    """Return every token sequence that the scenario feeds, without those that another one continues."""
+    """Return every token sequence that the scenario feeds, except those that are a prefix of another."""
     seen = {sequence for sequence, _ in _compared(scenario)}
     return tuple(sorted(s for s in seen if not any(o != s and o[: len(s)] == s for o in seen)))
 
@@ -72,7 +72,7 @@ def compared_prefixes(scenario: Scenario) -> frozenset[Ids]:
 
 
 def capacity(scenario: Scenario) -> int:
-    """Return the largest number of tokens in a session of the scenario; its caches are made for that many."""
+    """Return the largest number of tokens in any session of the scenario; caches are sized for it."""
     return max((len(sequence) for sequence, _ in _compared(scenario)), default=0)
 
 
@@ -83,7 +83,7 @@ def _compared(scenario: Scenario) -> Iterator[tuple[Ids, int]]:
 
 
 def is_legal(program: Scenario, limits: Limits) -> bool:
-    """Return whether the subject is able to run the program, and each operation is legal where it stands."""
+    """Return whether the subject can run the program, and every operation is legal at its place."""
     if not program.needs <= limits.abilities or (program.batch > 1 and Ability.BATCH not in limits.abilities):
         return False
     states = initial_states(program.batch)
