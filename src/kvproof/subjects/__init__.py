@@ -1,4 +1,4 @@
-"""What kvproof asks of a decoder (`Subject`, `Session`), and one adapter for each kind of decoder.
+"""The interface that a decoder implements (`Subject`, `Session`), and one adapter for each kind of decoder.
 
 The names below load on first use, so that the list of targets can be read without torch.
 """

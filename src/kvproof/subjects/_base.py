@@ -1,8 +1,8 @@
-"""The abstract subject and session, and the checks that every adapter gets from them.
+"""The abstract subject and session, and the checks that every adapter inherits from them.
 
-Public methods are final: they validate, call the adapter's underscored twin, and only then write the
-session's own ledger of ids. The engine reads that ledger to know what a row must equal, so it need not
-trust the adapter. What an adapter raises becomes `SubjectError`, with its cause kept.
+Public methods are final: they validate their arguments, call the adapter's underscored method of the same name,
+and only then update the session's own record of ids. The engine reads that record to know what a row must equal,
+so it does not need to trust the adapter. An adapter's exceptions become `SubjectError`, with their cause.
 """
 
 from abc import ABC, abstractmethod
@@ -39,24 +39,24 @@ class Opening:
     tap: Tap = untouched
     needs: frozenset[Ability] = frozenset()
     cache: CacheKind = CacheKind.DYNAMIC
-    capacity: int = 0  #: tokens that the cache must hold; a dynamic one grows beyond
+    capacity: int = 0  #: tokens that the cache must hold; a dynamic cache can grow beyond that
     omit_positions: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedCall:
-    """What one forward inside a library's own ``generate()`` gave; ``tap`` saw that forward alone."""
+    """The result of one forward inside a library's own ``generate()``; ``tap`` saw only that forward."""
 
     tap: Tap
     num_new: int  #: tokens that each batch row was fed, padding included
-    offset: int  #: which of them the first kept row follows
+    offset: int  #: which of these tokens the first kept row follows
     prefixes: tuple[tuple[tuple[int, ...], ...], ...]  #: for each kept row, each batch row's tokens
     logits: Float[Tensor, "batch kept vocab"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """All forwards of one ``generate()``, and how often what a scenario may claim happened."""
+    """All forwards of one ``generate()``, and how often each event that a scenario can claim happened."""
 
     calls: tuple[GeneratedCall, ...]
     counts: Counter[Claim] = field(default_factory=Counter)
@@ -68,41 +68,41 @@ class Subject(ABC):
     @property
     @abstractmethod
     def info(self) -> SubjectInfo:
-        """What the subject is and can do."""
+        """The subject's description and abilities."""
 
     @property
     @abstractmethod
     def seed(self) -> int | None:
-        """The seed that recreates the subject, where there is one."""
+        """The seed that recreates the subject, if there is one."""
 
     @property
     def boundaries(self) -> Boundaries:
-        """The lengths around which the subject changes what it does."""
+        """The lengths at which the subject changes its behaviour."""
         return Boundaries(context_len=self.info.context_len)
 
     @property
     def may_fork(self) -> bool:
-        """Whether a forked process may go on computing with the decoder: no device, no threads that it needs."""
+        """Whether a forked process can use the decoder: it needs no device, and no threads of the parent."""
         return False
 
     @property
     def lacks(self) -> Mapping[Ability, str]:
-        """Why abilities are not declared, in words, where there is more to say than that they are not."""
+        """The reasons why abilities are not declared, in words, for those that have a specific reason."""
         return {}
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The end tokens that the decoder's own settings name."""
+        """The end tokens in the decoder's own settings."""
         return ()
 
     @property
     def tokenizer_digest(self) -> str | None:
-        """What tells two tokenizers apart, or None without one."""
+        """A digest that identifies the tokenizer, or None without a tokenizer."""
         return None
 
     @property
     def chats(self) -> bool:
-        """Whether the tokenizer has a template that makes a prompt of what a user says."""
+        """Whether the tokenizer has a chat template."""
         return False
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Subject(ABC):
 
     @final
     def text(self, ids: Sequence[int]) -> str | None:
-        """Return the text that ``ids`` stand for together, special tokens included; None without a tokenizer."""
+        """Return the text of all ``ids`` together, including special tokens; None without a tokenizer."""
         return wrap_errors(lambda: self._text(ids))
 
     @final
@@ -123,10 +123,10 @@ class Subject(ABC):
     def encode(self, text: str, *, chat: bool = False) -> tuple[int, ...]:
         """Return the token ids of ``text``, with the special tokens that the subject's tokenizer adds.
 
-        With ``chat``, of the prompt that the tokenizer's chat template makes of it as a user's words.
+        With ``chat``, ``text`` is a user message, and the tokenizer's chat template turns it into the prompt.
 
-        Raises `AbilityError` where there is no tokenizer or template, and `UsageError` for an empty text, one
-        that the tokenizer cannot take, and a tokenizer that gives ids outside the vocabulary.
+        Raises `AbilityError` if there is no tokenizer or template, and `UsageError` if the text is empty, if the
+        tokenizer cannot encode it, or if the tokenizer returns ids outside the vocabulary.
         """
         if not text:
             raise UsageError("the prompt is empty: it holds at least one token")
@@ -145,9 +145,9 @@ class Subject(ABC):
     def rows(
         self, ids: Sequence[int], *, tap: Tap = untouched, keep: range | None = None
     ) -> Float[Tensor, "kept vocab"]:
-        """Return the uncached logits of one forward over a complete prefix: of all positions, or of ``keep``.
+        """Return the uncached logits of one forward over a complete prefix, at all positions or in ``keep``.
 
-        Raises `TokenError`, `ContextError`, or `SubjectError` where the decoder itself raises.
+        Raises `TokenError`, `ContextError`, or, if the decoder itself raises, `SubjectError`.
         """
         check_ids(ids, self.info)
         check_context(0, len(ids), self.info)
@@ -169,11 +169,11 @@ class Subject(ABC):
         capacity: int | None = None,
         omit_positions: bool = False,
     ) -> "Session":
-        """Open a session: one request's state, or ``batch`` requests' in step.
+        """Open a session: the state of one request, or of ``batch`` requests that advance together.
 
-        ``needs`` names abilities that will be used, for caches that must be told before they are filled. A
-        cache of a kind that is made for so many tokens holds ``capacity``, by default the whole context.
-        With ``omit_positions``, positions of new tokens are left to the decoder.
+        ``needs`` names the abilities that will be used, because some caches must know before they are filled.
+        A cache of fixed size holds ``capacity`` tokens, by default the whole context. With ``omit_positions``,
+        the decoder computes the positions of new tokens itself.
         """
         if not _is_integer(batch) or batch < 1:
             raise UsageError(f"batch must be an integer of at least 1, not {batch!r}")
@@ -202,8 +202,8 @@ class Subject(ABC):
     def generate(self, operation: Generate, make_tap: Callable[[], Tap] = lambda: untouched) -> Generated:
         """Generate through the decoder's own library, with every choice forced; each forward gets its own tap.
 
-        Raises `UsageError` for steps that the method cannot take, `TokenError`, `ContextError`, and
-        `SubjectError` where the library raises or does not give each row that the operation compares.
+        Raises `UsageError` for steps that the method does not support, `TokenError`, `ContextError`, and
+        `SubjectError` if the library raises or does not return every row that the operation compares.
         """
         self.require(Ability.GENERATE)
         _check_generate(operation, self)
@@ -225,10 +225,10 @@ class Subject(ABC):
         return wrap_errors(lambda: self._cast(dtype))
 
     def with_exact_tables(self, rounded_to: torch.dtype) -> "tuple[Subject, tuple[str, ...]] | None":
-        """Return the same decoder with tables computed anew in its own dtype, and their names; None without any.
+        """Return the same decoder with tables recomputed in its own dtype, and their names; None if it has none.
 
-        Casting a model to float64 keeps what a lower dtype, at worst ``rounded_to``, has rounded: decay factors,
-        slopes, angles.
+        A model that is cast to float64 keeps tables (decay factors, slopes, angles) that were rounded in a lower
+        dtype, at worst ``rounded_to``.
         """
         return None
 
@@ -251,7 +251,7 @@ class Subject(ABC):
     def _rows(self, ids: Sequence[int], tap: Tap) -> Float[Tensor, "seq vocab"]: ...
 
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Float[Tensor, "kept vocab"]:
-        """Return the rows of some positions; an adapter that can compute them alone saves their memory."""
+        """Return the rows at some positions. Override this to save memory if those can be computed separately."""
         rows = self._rows(ids, tap)
         _check_shape(rows, (len(ids), self.info.vocab_size))
         return rows[keep.start : keep.stop]
@@ -267,7 +267,7 @@ class Subject(ABC):
 
 
 class Session(ABC):
-    """State that consumes tokens in pieces. A call that raises leaves it as it was."""
+    """The state of a decoder that consumes tokens over several calls. A call that raises leaves it unchanged."""
 
     def __init__(self, subject: Subject, ids: Sequence[Sequence[int]]) -> None:
         self.subject = subject
@@ -286,9 +286,9 @@ class Session(ABC):
     def extend(self, ids: Sequence[Sequence[int]]) -> Float[Tensor, "batch new vocab"]:
         """Consume each batch row's new tokens; return the logits that follow them.
 
-        Rows of unequal length may only start a session, and need `Ability.PAD`; they are aligned on the right,
-        so that the last logits of each row follow its last token. Raises `TokenError`, `ContextError`,
-        `CacheError` or `SubjectError`.
+        Rows of unequal length can only start a session, and need `Ability.PAD`. They are right-aligned, so that
+        the last logits of each row follow its last token. Raises `TokenError`, `ContextError`, `CacheError` or
+        `SubjectError`.
         """
         info, start = self.subject.info, len(self)
         _check_list("rows of token ids", ids)
@@ -320,7 +320,7 @@ class Session(ABC):
 
     @final
     def reorder(self, rows: Sequence[int]) -> None:
-        """Let batch row i continue what was row ``rows[i]``; rows may repeat or be left out."""
+        """Make batch row i continue the old row ``rows[i]``; rows may repeat or be left out."""
         self.subject.require(Ability.REORDER)
         _check_list("batch rows", rows)
         for row in rows:
@@ -345,25 +345,25 @@ class Session(ABC):
 
     @final
     def poison(self) -> int:
-        """Fill the cache's slots that hold no token with large finite garbage; return how many values that is."""
+        """Fill the cache's unused slots with large finite garbage; return the number of values written."""
         self.subject.require(Ability.POISON)
         return wrap_errors(self._poison)
 
     @final
     def cache_tensors(self) -> tuple[Mapping[str, Tensor], ...]:
-        """Return each layer's tensors by name, the batch on axis 0 of each; a layer that keeps nothing has none.
+        """Return each layer's cached tensors by name, with the batch on axis 0; a layer without a cache has none.
 
-        Attention keeps ``k`` and ``v``, (batch, head, slot, head_dim); recurrent layers keep ``conv``, the last
-        inputs of a convolution along its last axis, and ``state``. Others have names of their own.
+        Attention caches ``k`` and ``v``, (batch, head, slot, head_dim). Recurrent layers cache ``conv``, the last
+        inputs of a convolution along its last axis, and ``state``. Other layers use names of their own.
         """
         self.subject.require(Ability.INSPECT)
         return wrap_errors(self._cache_tensors)
 
     @final
     def edit(self, change: Callable[[tuple[dict[str, Tensor], ...]], None]) -> None:
-        """Let ``change`` replace tensors of the cache, by layer and name: how deliberate faults break it.
+        """Call ``change`` to replace cache tensors, by layer and name. Planted faults use it to break the cache.
 
-        It must not write into the tensors that it is given: they may be another session's too.
+        ``change`` must not write into the tensors that it receives: another session may share them.
         """
         self.subject.require(Ability.EDIT)
         layers = tuple(dict(layer) for layer in self.cache_tensors())
@@ -396,7 +396,7 @@ class Session(ABC):
 
 
 def limits_of(subject: Subject) -> Limits:
-    """Return what bounds a subject's programs."""
+    """Return the limits on a subject's programs."""
     return Limits(
         abilities=frozenset(subject.info.abilities),
         vocab_size=subject.info.vocab_size,
@@ -405,7 +405,7 @@ def limits_of(subject: Subject) -> Limits:
 
 
 def wrap_errors(call: Callable[[], T]) -> T:
-    """Run an adapter's call; what is not ours becomes `SubjectError`, with its cause kept."""
+    """Run an adapter's call; any error that is not kvproof's becomes a `SubjectError` that keeps its cause."""
     try:
         return call()
     except KvproofError:
@@ -436,7 +436,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_generate(operation: Generate, subject: Subject) -> None:
-    """Raise unless the method can take these steps from these prompts."""
+    """Raise unless the method supports these steps from these prompts."""
     method, prompts, steps = operation.method, operation.prompts, operation.steps
     if not prompts or not steps:
         raise UsageError("a generation needs at least one prompt and one step")
@@ -456,14 +456,14 @@ def _check_generate(operation: Generate, subject: Subject) -> None:
         rows = [row for row, _ in step]
         fits = rows == list(range(num_rows))
         if method is Method.BEAM:
-            alive = num_rows if number else 1  # beams start as copies of one prompt, of which the first counts
+            alive = num_rows if number else 1  # beams start as copies of one prompt; only the first counts
             fits = len(set(step)) == num_rows == len(step) and all(0 <= row < alive for row in rows)
         if not fits:
             raise UsageError(f"{method.value} of {num_rows} rows cannot take the step {step}")
 
 
 def check_context(start: int, num_new: int, info: SubjectInfo) -> None:
-    """Raise `ContextError` if a token would stand past the last position."""
+    """Raise `ContextError` if a token would be past the last position."""
     if start + num_new > info.context_len:
         raise ContextError(
             f"position {max(start, info.context_len)} is past the context: {info.name} accepts positions "

@@ -1,4 +1,4 @@
-"""Decoders whose cache is a value of the caller's own: each call takes it and returns the next one."""
+"""Decoders whose cache is a value in the caller's code: each call takes a cache and returns the next one."""
 
 import copy
 from abc import abstractmethod
@@ -18,22 +18,22 @@ from kvproof.subjects._base import Opening, Session, Subject
 #: The context length of a decoder that declares none: more positions than any audit reaches.
 NO_END = 2**31 - 1
 
-#: Each layer's tensors by name, as `Session.cache_tensors` says.
+#: Each layer's tensors by name, as `Session.cache_tensors` returns them.
 Layers = Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOps:
-    """The operations on a cache besides feeding it. Leave one out, and its ability is not declared.
+    """The operations on a cache besides feeding it. If one is left out, its ability is not declared.
 
-    Each takes a cache and returns one: the same cache, changed, or a new one.
+    Each operation takes a cache and returns a cache: the same one, changed, or a new one.
     """
 
-    fork: Callable[[Any], Any] | None = copy.deepcopy  #: a copy that shares no mutable state
+    fork: Callable[[Any], Any] | None = copy.deepcopy  #: return a copy that shares no mutable state
     crop: Callable[[Any, int], Any] | None = None  #: keep the first N tokens
     reorder: Callable[[Any, Sequence[int]], Any] | None = None  #: new row i is old row ``rows[i]``
-    show: Callable[[Any], Layers] | None = None  #: the cache's tensors, by layer and name
-    put: Callable[[Any, Layers], Any] | None = None  #: the cache with these tensors in place of its own
+    show: Callable[[Any], Layers] | None = None  #: return the cache's tensors, by layer and name
+    put: Callable[[Any, Layers], Any] | None = None  #: return the cache with its tensors replaced by these
 
     def abilities(self) -> Iterator[Ability]:
         """Yield the abilities that the given operations provide."""
@@ -48,7 +48,7 @@ class CacheOps:
 
 
 class CacheValueSubject(Subject):
-    """A decoder whose cache is a value that the caller's code makes, takes and returns."""
+    """A decoder whose cache is a value that the caller's code creates, takes and returns."""
 
     ops: CacheOps
 
@@ -76,7 +76,7 @@ class CacheValueSubject(Subject):
 
 
 class CacheValueSession(Session):
-    """One cache. A call that raises may leave it half-changed, so it is rebuilt from the tokens so far."""
+    """One cache. A call that raises may leave it partly changed, so it is then rebuilt from the tokens so far."""
 
     def __init__(self, subject: CacheValueSubject, ids: Sequence[Sequence[int]], cache: Any, tap: Tap) -> None:
         super().__init__(subject, ids)

@@ -1,4 +1,4 @@
-"""The adapter for a decoder in two functions, in any framework."""
+"""The adapter for a decoder that consists of two functions, in any framework."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, 
 #: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64
 #: NumPy array (seq,).
 Full = Callable[[Any], Any]
-#: ``step(ids, cache)``: logits (new, vocab), or (vocab,) of a single token, and the cache for the next call.
+#: ``step(ids, cache)``: logits (new, vocab), or (vocab,) for a single token, and the cache for the next call.
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class CallableSubject(CacheValueSubject):
     """A decoder whose uncached path is ``full(ids)`` and whose cached path is ``step(ids, cache)``.
 
-    ``ids`` is a NumPy array (new,) of int64; the first call of a session gets None as its cache, and each
-    later one what the last returned. Logits may be torch tensors, NumPy arrays or
-    anything that supports DLPack. The vocabulary's size and the declared dtype are those of ``full([0])``.
+    ``ids`` is a NumPy array (new,) of int64. The first call of a session gets None as its cache, and each later
+    call gets the cache that the previous one returned. Logits can be torch tensors, NumPy arrays or anything that
+    supports DLPack. The size of the vocabulary and the declared dtype are taken from ``full([0])``.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class CallableSubject(CacheValueSubject):
     ) -> None:
         """Wrap two functions.
 
-        ``context_len`` is the number of positions, where there is an end. ``ops`` says what can be done with a
-        cache beside stepping; by default it is copied, deeply. ``cast(dtype)`` returns both functions computing
-        in another dtype, such as ``"float64"``: without it, rounding can be told from bugs by noise alone.
+        ``context_len`` is the number of positions, if it is limited. ``ops`` holds the operations on a cache
+        besides stepping; the default only makes deep copies. ``cast(dtype)`` returns both functions in another
+        dtype, such as ``"float64"``. Without it, only noise can separate rounding from bugs.
 
-        Raises `UsageError` for what cannot be called, and `SubjectError` where ``full`` raises or returns no
-        logits.
+        Raises `UsageError` for an argument that is not callable, and `SubjectError` if ``full`` raises or does
+        not return logits.
         """
         for label, function in (("full", full), ("step", step)):
             if not callable(function):
@@ -68,13 +68,13 @@ class CallableSubject(CacheValueSubject):
 
     @property
     def info(self) -> SubjectInfo:
-        """What the subject is and can do; its weights are not seen, and no layer of it."""
+        """The subject's description and abilities; kvproof cannot see its weights or layers."""
         return self._info
 
     def step(
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
     ) -> tuple[Tensor, Any]:
-        """Feed the one row's new tokens."""
+        """Feed the new tokens of the single row."""
         returned = self._step(_shown(new[0], tap), cache)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise SubjectError(f"step(ids, cache) must return (logits, cache), not a {type(returned).__name__}")
@@ -87,7 +87,7 @@ class CallableSubject(CacheValueSubject):
         return self._kept_rows(ids, tap, range(len(ids)))
 
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
-        """Return rows of one call, or of one call for each where a call gives its last row alone."""
+        """Return rows from one call, or from one call per row if a call returns only its last row."""
         rows = self._logits(self.full(_shown(ids, tap)), len(ids))
         if len(rows) == len(ids):
             return rows[keep.start : keep.stop]
@@ -97,7 +97,7 @@ class CallableSubject(CacheValueSubject):
         return torch.cat([self._logits(row, 1) for row in each])
 
     def _logits(self, value: Any, num_new: int) -> Tensor:
-        """Return logits as (row, vocab), one row at least."""
+        """Return logits as (row, vocab), with at least one row."""
         logits = as_tensor(value, "the logits")
         if logits.dim() == 3 and len(logits) == 1:
             logits = logits[0]
@@ -124,7 +124,7 @@ class CallableSubject(CacheValueSubject):
 
 
 def _shown(ids: Sequence[int], tap: Tap) -> np.ndarray:
-    """Return tokens as an array, shown to the tap: of what two functions compute, the one value that can be."""
+    """Return tokens as an array, after the tap sees them: no other value inside the two functions is visible."""
     tokens = np.array(ids, dtype=np.int64)
     if tap is not untouched:
         tokens = tap(Site(Stage.TOKEN), torch.from_numpy(tokens)[None])[0].numpy()

@@ -1,6 +1,6 @@
-"""The adapter for ``package.module:factory`` and ``path/file.py:factory``: the decoder that the function returns.
+"""The adapter for ``package.module:factory`` and ``path/file.py:factory``, which uses the decoder it returns.
 
-This imports and calls the code that the caller named, and nothing else.
+It imports and calls only the code that the caller named.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from kvproof.subjects._targets import Adapter, LoadOptions, Target
 
 
 class FactoryAdapter(Adapter):
-    """Loads what a function of the caller's returns."""
+    """Loads the decoder that the caller's function returns."""
 
     def load(self, target: Target, options: LoadOptions) -> Subject:
         """Import the function, call it and return its decoder as a subject."""
@@ -37,7 +37,7 @@ ADAPTER = FactoryAdapter()
 
 
 def call_factory(target: str, home: str, name: str) -> Subject:
-    """Return the decoder that a factory makes.
+    """Return the decoder that a factory creates.
 
     Raises `UsageError` for a module or name that does not exist, and for a factory that raises or returns
     something else.
@@ -52,9 +52,9 @@ def call_factory(target: str, home: str, name: str) -> Subject:
 
 
 def as_subject(decoder: object, name: str | None = None) -> Subject:
-    """Return a decoder as a subject: a `Subject`, two functions (full, step), or an engine's own object.
+    """Return a subject for a decoder: a `Subject`, two functions (full, step), or an engine's own object.
 
-    Raises `UsageError` for anything else, and for a torch module, whose argument names kvproof cannot guess.
+    Raises `UsageError` for anything else, and for a torch module, as kvproof cannot guess its argument names.
     """
     if isinstance(decoder, Subject):
         return decoder
@@ -75,7 +75,7 @@ def as_subject(decoder: object, name: str | None = None) -> Subject:
 
 
 def _adopt(decoder: object, name: str | None) -> Subject | None:
-    """Return an object of an engine as a subject; an engine that was never imported made no object."""
+    """Return a subject for an engine's object; engines that are not imported cannot have created it."""
     for entry in _registry.ADAPTERS:
         if entry.library in sys.modules:
             with suppress(ImportError):
@@ -88,8 +88,8 @@ def _adopt(decoder: object, name: str | None) -> Subject | None:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"no such file: {path}")
-    sys.path.insert(0, str(path.resolve().parent))  # as if the file were run
-    name = f"kvproof_target_{path.stem}"  # that no module it imports can have
+    sys.path.insert(0, str(path.resolve().parent))  # as if the file were run as a script
+    name = f"kvproof_target_{path.stem}"  # a name that no module it imports can have
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -100,7 +100,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _from_package(name: str) -> ModuleType:
-    """Import a module, which may lie in the current folder, as with ``python -m``."""
+    """Import a module, which can be in the current folder, as with ``python -m``."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     top = name.partition(".")[0]
@@ -112,7 +112,7 @@ def _from_package(name: str) -> ModuleType:
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:
-    """Run the caller's code; what it raises becomes a `UsageError`."""
+    """Run the caller's code; any exception becomes a `UsageError`."""
     try:
         return call()
     except KvproofError as error:

@@ -1,4 +1,4 @@
-"""The adapter for anyone's own torch module."""
+"""The adapter for any torch module."""
 
 import copy
 import inspect
@@ -22,12 +22,13 @@ from kvproof.subjects._taps import layer_of, tapped
 
 
 class ModuleSubject(CacheValueSubject):
-    """A torch module, called as ``module(ids, cache=…)`` under the names that it has for its arguments.
+    """A torch module, called as ``module(ids, cache=…)`` with the module's own argument names.
 
-    ``ids`` is (batch, new) of int64 and goes first. Without a cache it is the uncached path: the logits (batch,
-    seq, vocab) of every position. With one it returns the logits of the new tokens and the cache: as a tuple of
-    both, as an object whose ``.logits`` and whose attribute named by ``new_cache`` they are, or as the logits
-    alone where the cache changes in place, which takes ``start``. The module is put into evaluation mode.
+    ``ids`` is (batch, new) of int64 and is the first argument. A call without a cache is the uncached path and
+    returns the logits (batch, seq, vocab) of every position. A call with a cache returns the logits of the new
+    tokens and the cache: as a tuple of both; as an object with ``.logits`` and an attribute named by
+    ``new_cache``; or as the logits alone if the cache changes in place, which requires ``start``. The module is
+    put into evaluation mode.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class ModuleSubject(CacheValueSubject):
     ) -> None:
         """Wrap a module.
 
-        ``cache``, ``positions`` (batch, new) and ``mask`` (batch, seq), 1 where a token stands and 0 for the
-        padding before it, are the module's own names of these arguments; one that has none is not given.
-        ``cached_options`` and ``uncached_options`` go with each call of that path, such as
-        ``{"use_cache": True}``. ``context_len`` is the number of positions and ``windows`` the lengths of
-        sliding windows, where there are any: lengths are chosen around them. With ``batch``, sessions may hold
-        several rows. ``start(module)`` makes an empty cache, in the module's own dtype; without it the first call
-        is given None. ``ops`` says what can be done with a cache beside feeding it.
+        ``cache``, ``positions`` and ``mask`` are the module's own names for these arguments; an argument without
+        a name is not passed. Positions are (batch, new). The mask is (batch, seq): 1 for a token and 0 for the
+        padding before it. ``cached_options`` and ``uncached_options`` are passed to each call of that path, such
+        as ``{"use_cache": True}``. ``context_len`` is the number of positions, and ``windows`` are the lengths of
+        sliding windows, if there are any; the audit chooses lengths around them. With ``batch``, sessions can
+        hold several rows. ``start(module)`` returns an empty cache in the module's own dtype; without it the
+        first call gets None. ``ops`` holds the operations on a cache besides feeding it.
 
-        Raises `UsageError` for a name that the module's ``forward`` does not take, and `SubjectError` where a
-        first call raises or returns no logits.
+        Raises `UsageError` for a name that the module's ``forward`` does not accept, and `SubjectError` if a
+        first call raises or does not return logits.
         """
         names = {"cache": cache, "positions": positions, "mask": mask}
         _check_names(module, {label: given for label, given in names.items() if given is not None})
@@ -93,22 +94,22 @@ class ModuleSubject(CacheValueSubject):
 
     @property
     def info(self) -> SubjectInfo:
-        """What the subject is and can do."""
+        """The subject's description and abilities."""
         return self._info
 
     @property
     def boundaries(self) -> Boundaries:
-        """The context and the windows that were declared."""
+        """The declared context and windows."""
         return self._boundaries
 
     def start(self) -> Any:
-        """Return an empty cache, or None for the module to start with."""
+        """Return an empty cache, or None if the module creates its own."""
         return None if self._start is None else self._start(self.module)
 
     def step(
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
     ) -> tuple[Tensor, Any]:
-        """Feed new tokens; shorter rows stand on the right, behind padding."""
+        """Feed new tokens; shorter rows are padded on the left."""
         num_new = max(map(len, new))
         rows = [[*before, *ids] for before, ids in zip(old, new, strict=True)]
         total = max(map(len, rows))
@@ -140,7 +141,7 @@ class ModuleSubject(CacheValueSubject):
             return self.module(tokens, **named, **self.options[cached])
 
     def _read(self, output: Any, cache: Any) -> tuple[Tensor, Any]:
-        """Return the logits and the cache that a call with a cache returned."""
+        """Return the logits and the cache from the output of a call with a cache."""
         if self.new_cache is not None:
             if not hasattr(output, self.new_cache):
                 raise SubjectError(f"the module returned a {type(output).__name__} without {self.new_cache!r}")
@@ -174,7 +175,7 @@ class ModuleSubject(CacheValueSubject):
 
 
 def _check_names(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Raise `UsageError` for a name that the module does not take, and show those that it does."""
+    """Raise `UsageError` for a name that the module does not accept, and list the names that it does."""
     signature = inspect.signature(module.forward)
     taken = signature.parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
@@ -187,7 +188,7 @@ def _check_names(module: nn.Module, names: Mapping[str, str]) -> None:
 
 
 def _logits(output: Any) -> Tensor:
-    """Return the logits (batch, token, vocab) among what a module returned."""
+    """Return the logits (batch, token, vocab) from a module's output."""
     value = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
     logits = as_tensor(value, "the logits")
     if logits.dim() != 3:

@@ -32,8 +32,8 @@ _ABILITIES = (
 class ReferenceSubject(Subject):
     """A checkpoint of the reference decoder, frozen, on the CPU.
 
-    Its cache refuses a layer with a wrong number of entries. With ``counts_entries=False`` it uses whatever it
-    holds, as most decoders do, so that faults in the number of entries reach the logits.
+    Its cache refuses a layer with a wrong number of entries. With ``counts_entries=False`` it uses whatever the
+    cache holds, as most decoders do, so that faults in the number of entries reach the logits.
     """
 
     NAME = "reference decoder"
@@ -60,7 +60,7 @@ class ReferenceSubject(Subject):
 
     @property
     def info(self) -> SubjectInfo:
-        """What the subject is and can do."""
+        """The subject's description and abilities."""
         return self._info
 
     @property
@@ -70,11 +70,11 @@ class ReferenceSubject(Subject):
 
     @property
     def seed(self) -> int | None:
-        """The seed that training started from."""
+        """The seed of the training run."""
         return self.checkpoint.seed
 
     def token(self, token_id: int) -> str:
-        """Return the text of a token; a decoder with another vocabulary shows its ids."""
+        """Return the text of a token, or its id if the decoder has another vocabulary."""
         return VOCABULARY[token_id] if self.info.vocab_size == len(VOCABULARY) else str(token_id)
 
     @torch.no_grad()
@@ -101,12 +101,12 @@ class ReferenceSubject(Subject):
         return ReferenceSubject(checkpoint, counts_entries=self.counts_entries)
 
     def new_request(self) -> str:
-        """Return a name that no other request of this subject has."""
+        """Return a request name that is unique within this subject."""
         return f"request-{next(self._requests)}"
 
 
 class ReferenceSession(Session):
-    """One request's cache; caches are values, so what fails half-way leaves the old one in place."""
+    """One request's cache. Caches are values, so a call that fails halfway leaves the old one in place."""
 
     def __init__(
         self, subject: ReferenceSubject, ids: Sequence[Sequence[int]], cache: DecoderCache, tap: Tap
@@ -141,7 +141,7 @@ class ReferenceSession(Session):
         return tuple({"k": layer.keys, "v": layer.values} for layer in self.cache.layers)
 
     def _put_tensors(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
-        """Put entries in place as they are; the next call refuses those of a wrong number."""
+        """Replace the entries without checks; the next call refuses a layer with a wrong number of them."""
         kept = zip(self.cache.layers, layers, strict=True)
         changed = (dataclasses.replace(old, keys=new["k"], values=new["v"]) for old, new in kept)
         self.cache = dataclasses.replace(self.cache, layers=tuple(changed))

@@ -1,4 +1,4 @@
-"""The adapters that kvproof has, one line for each, and the targets that each one loads.
+"""The registry of adapters, with one entry for each, and the targets that each one loads.
 
 This module imports no torch and no engine, so that help and messages can list every target. The module of an
 adapter is imported when one of its targets is loaded. To add an engine, write one file with an `Adapter` and add
@@ -27,36 +27,36 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 class TargetForm:
     """One way to write a target."""
 
-    shown: str  #: its short form, such as ``random:TYPE``; the part before the colon is its scheme
-    help: str  #: what a person can type and what it stands for
+    shown: str  #: the short form, such as ``random:TYPE``; the part before the colon is its scheme
+    help: str  #: what the user can type and what it means
     matches: Callable[[str], bool] | None = None  #: recognises a target that has no scheme
-    is_tiny: bool = False  #: its tensors are so small that several threads only wait for each other
+    is_tiny: bool = False  #: its tensors are so small that more than one thread does not help
     extra: str | None = None  #: the extra that it needs besides the adapter's own
 
     @property
     def scheme(self) -> str | None:
-        """The word before the colon, where that is what marks the target."""
+        """The word before the colon, if it identifies the target."""
         return self.shown.partition(":")[0] if self.matches is None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEntry:
-    """What is known of an adapter before its module is imported."""
+    """What kvproof knows about an adapter before importing its module."""
 
-    module: str  #: in `kvproof.subjects`; its ``ADAPTER`` loads the targets
+    module: str  #: the module in `kvproof.subjects` whose ``ADAPTER`` loads the targets
     forms: tuple[TargetForm, ...]
     library: str | None = None  #: the distribution that it needs
-    versions: tuple[str, str] | None = None  #: it was run with releases from the first, below the second
-    extra: str | None = None  #: of kvproof's, which installs the library
-    options: frozenset[str] = frozenset()  #: "attention" and "device", if the caller chooses them
+    versions: tuple[str, str] | None = None  #: tested releases: from the first, below the second
+    extra: str | None = None  #: the extra of kvproof that installs the library
+    options: frozenset[str] = frozenset()  #: "attention" and "device", if the caller can choose them
     takes_config: bool = False  #: builds a random model from ``--config FILE``
-    runs_code: bool = False  #: a target names code to run, so no file's target is loaded unasked
+    runs_code: bool = False  #: a target names code to run, so a target from a file needs consent
     writer: str | None = None  #: the module that writes a finding out as a file; None if ``shrink`` cannot
 
     def load_adapter(self, label: str) -> "Adapter":
         """Return the adapter, ready to load the target ``label``.
 
-        Raises `UsageError` if its library is missing or is a release that it was not run with.
+        Raises `UsageError` if its library is missing or is an untested release.
         """
         install = f"pip install 'kvproof[{self.extra}]'"
         try:
@@ -100,7 +100,7 @@ def _is_factory(target: str) -> bool:
     return not Path(target).exists() and split_factory(target) is not None
 
 
-#: Targets without a scheme belong to the first form that recognises them. A scheme hides a module of that name.
+#: The first form that recognises a target without a scheme loads it. A scheme hides a module of the same name.
 ADAPTERS: tuple[AdapterEntry, ...] = (
     AdapterEntry(
         module="_transformers",
@@ -154,7 +154,7 @@ def find_scheme(target: str) -> str | None:
 
 
 def runs_on_one_thread(target: str | None) -> bool:
-    """Return whether a target's tensors are so small that several threads only wait for each other."""
+    """Return whether a target's tensors are so small that more than one thread does not help."""
     found = None if target is None else _find(target)
     return found is not None and found[1].is_tiny
 
@@ -172,7 +172,7 @@ def list_forms() -> str:
 
 
 def describe_targets() -> str:
-    """Return all targets in words, for help texts."""
+    """Return a description of all targets, for help texts."""
     *most, last = (form.help for _, form in _forms())
     return f"{', '.join(most)}, or {last}"
 
@@ -204,6 +204,6 @@ def _schemes() -> frozenset[str]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, which order releases; a preview counts as its release."""
+    """Return the leading numbers of a version, for comparing releases; a preview counts as its release."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -1,4 +1,4 @@
-"""Taps on any torch module: its output, by a forward hook, in the order in which modules finish."""
+"""Taps on any torch module: forward hooks see each module's output, in the order in which modules finish."""
 
 import functools
 import math
@@ -15,12 +15,12 @@ from kvproof.contract.stages import Site, Stage
 
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]:
-    """Hand every module's output to the tap, in the order in which modules finish.
+    """Pass every module's output to the tap, in the order in which modules finish.
 
-    Outputs are brought to (batch, new, …); what has neither those axes nor their product in front is passed
-    by, and so are tokens in a row inside experts: there they are those that a router chose, in its order. Of an
-    output that is a tuple, what is shaped as its first value is shown too: a rotation is a cosine and a sine. A
-    module that runs more than once in a forward is told apart by a count.
+    Outputs are reshaped to (batch, new, …). Outputs that start neither with these axes nor with their product are
+    skipped. So are flattened tokens inside experts, because a router chose and ordered them. If an output is a
+    tuple, the tap also sees each value with the shape of the first: a rotation is a cosine and a sine. Repeated
+    runs of a module within one forward are numbered.
     """
     outputs = _Outputs(tap, shape)
     handles = [
@@ -36,7 +36,7 @@ def tapped(model: nn.Module, tap: Tap, shape: tuple[int, int]) -> Iterator[None]
 
 
 class _Outputs:
-    """The modules' outputs of one forward."""
+    """The outputs of all modules in one forward."""
 
     def __init__(self, tap: Tap, shape: tuple[int, int]) -> None:
         self.tap = tap
@@ -44,12 +44,12 @@ class _Outputs:
         self.calls: dict[str, int] = {}
 
     def show(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with what the tap changed, or None where it changed nothing: a forward hook."""
+        """Return the output with the tap's changes, or None without changes. This is a forward hook."""
         parts = output if isinstance(output, tuple) else (output,)
         first = parts[0] if parts else None
         if not isinstance(first, Tensor):
             return None
-        shape = first.shape  # asked once: in a float64 model even this passes a torch function mode
+        shape = first.shape  # read once: in a float64 model even this goes through a torch function mode
         if not self._per_token(name, shape):
             return None
         self.calls[name] = calls = self.calls.get(name, 0) + 1
@@ -81,5 +81,5 @@ def _is_alike(part: Any, first: Tensor) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the first number in a module's path: the layer that it belongs to."""
+    """Return the first number in a module's path, which is the number of its layer."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)

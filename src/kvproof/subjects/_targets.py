@@ -1,4 +1,4 @@
-"""Loads the subject that a person names, through the adapter that the registry finds for it."""
+"""Loads the subject for a target, through the adapter that the registry finds for it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
     ``target`` is any form that the registry lists, such as a folder or ``random:TYPE``.
 
     Raises `UsageError` for a target that does not exist, cannot be loaded or cannot be audited, for a device or
-    dtype that does not exist, and if the engine's library is missing or is a release that was not tried.
+    dtype that does not exist, and if the engine's library is missing or is an untested release.
     """
     if (target is None) == (options.config is None):
         raise UsageError("give a TARGET or --config FILE, and not both")
@@ -84,7 +84,7 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
 
 
 def fit_options(target: str | None, options: LoadOptions) -> LoadOptions:
-    """Return options without those that the target's adapter does not take."""
+    """Return the options without those that the target's adapter does not support."""
     entry, default = find_entry(target), LoadOptions()
     taken = frozenset() if entry is None else entry.options
     return replace(
@@ -95,7 +95,7 @@ def fit_options(target: str | None, options: LoadOptions) -> LoadOptions:
 
 
 def preload(targets: Iterable[str]) -> None:
-    """Import the adapters of targets, so that forked processes share them; loading says what is missing."""
+    """Import the adapters of targets, so that forked processes share them. Errors are left to `load_target`."""
     for entry in {find_entry(target) for target in targets}:
         if entry is not None:
             with suppress(ImportError):
