@@ -1,4 +1,4 @@
-"""Loads each kind of target that stands for a model of transformers."""
+"""Loads each kind of target that names a model of transformers."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from kvproof.subjects._transformers.tiny import known_types
 
 
 class TransformersAdapter(Adapter):
-    """Loads a folder, a GGUF file, a name on the hub, a random model of a type or of a configuration."""
+    """Loads a folder, a GGUF file, a model from the hub, or a random model of a type or configuration."""
 
     def load(self, target: Target, options: LoadOptions) -> Subject:
         """Return the model that the target names, or that ``options.config`` describes."""
@@ -38,13 +38,13 @@ class TransformersAdapter(Adapter):
         return load_gguf(path, options) if path.is_file() else load_hub(target.text, options)
 
     def adopt(self, decoder: object, name: str | None) -> Subject | None:
-        """Return a subject for a model of the library's."""
+        """Return a subject for a model object of the library."""
         if not isinstance(decoder, PreTrainedModel):
             return None
         return TransformersSubject(decoder, name=name or type(decoder).__name__)
 
     def list_targets(self) -> tuple[str, ...]:
-        """Return a random model of every causal type of the installed library."""
+        """Return the target of a random model for every causal type in the installed library."""
         return tuple(f"random:{name}" for name in known_types())
 
 

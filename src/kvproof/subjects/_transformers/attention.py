@@ -1,10 +1,10 @@
-"""Taps inside attention: what each layer's attention function is given, and what it gives back.
+"""Taps inside attention: the inputs and outputs of each layer's attention function.
 
-The function in use is wrapped where the model looks it up, in the library's registry and among the globals of
-the model's own code, for the length of one forward. It is never replaced, and neither the configuration nor
-the masks know of it, so the run that is looked at is the run that would have been.
+During one forward, the function in use is wrapped wherever the model looks it up: in the library's registry and
+among the globals of the model's own code. It is never replaced, and neither the configuration nor the masks
+change, so tapping does not alter the run.
 
-Types that compute attention without the library's interface show their modules alone. In transformers 5.17
+Types that compute attention without the library's interface expose only their modules. In transformers 5.17
 these are: big_bird, bloom, codegen, cpmant, falcon, gpt_neo, gpt_neox_japanese, gptj, megatron-bert, mpt, mvp,
 openai-gpt, prophetnet, reformer, rembert, roformer, trocr, xglm, xlm, xlnet, and those without attention:
 falcon_mamba, mamba, mamba2, rwkv, xlstm.
@@ -25,17 +25,17 @@ from kvproof.subjects._taps import layer_of
 
 Attention = Callable[..., Any]
 
-#: Layers of a cache that keep every token; others keep a window, or a buffer, by design.
+#: Cache layers that keep every token; others keep a window or a buffer by design.
 _KEEP_EVERYTHING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")
 
 
 @contextmanager
 def attention_tapped(model: nn.Module, tap: Tap, shape: tuple[int, int], cache: Any) -> Iterator[None]:
-    """Hand what attention reads and computes to the tap, layer by layer.
+    """Pass what attention reads and computes to the tap, layer by layer.
 
-    ``shape`` is (batch, new). Sites carry the layer's number, and a label where a layer attends again. The
-    length of the cache is shown where the layer keeps every token. What the tap returns is what attention
-    goes on with; the cache keeps its own values, and weights that are changed change nothing after them.
+    ``shape`` is (batch, new). A site holds the layer's number, and a label if the layer attends more than once.
+    The tap sees the length of the cache only if the layer keeps every token. Attention continues with the values
+    that the tap returns. The cache keeps its own values, and changed attention weights affect nothing after them.
     """
     watch = _Watch(model, tap, shape, cache)
     with ExitStack() as stack:
@@ -46,9 +46,9 @@ def attention_tapped(model: nn.Module, tap: Tap, shape: tuple[int, int], cache: 
 
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Attention]]:
-    """Yield every mapping, name and function under which the model may look attention up, each once.
+    """Yield each mapping, name and function through which the model may look up attention, once.
 
-    Of a registry that is the mapping of its own, which stands above the one that all registries share.
+    For a registry, yield its local mapping, which takes precedence over the one that all registries share.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     in_use = {str(getattr(config, "_attn_implementation", None)) for config in configs}
@@ -75,7 +75,7 @@ def _put_back(mapping: dict[str, Any], name: str, before: Attention | None) -> N
 
 
 class _Watch:
-    """One forward of one model, as its attention functions see it."""
+    """Taps the attention functions during one forward of one model."""
 
     def __init__(self, model: nn.Module, tap: Tap, shape: tuple[int, int], cache: Any) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -86,7 +86,7 @@ class _Watch:
         self.inside = False
 
     def wrapped(self, original: Attention) -> Attention:
-        """Return the function with the tap around it; other models, and calls within it, pass through."""
+        """Return the function wrapped by the tap; calls from other models and nested calls are not tapped."""
 
         return functools.update_wrapper(functools.partial(self._called, original), original)
 
@@ -100,7 +100,7 @@ class _Watch:
             self.inside = False
 
     def _understands(self, module: Any, tensors: tuple[Any, ...]) -> bool:
-        """Return whether these are the (batch, head, token, head_dim) of this model's own tokens."""
+        """Return whether these tensors are (batch, head, token, head_dim) of this model's own tokens."""
         if id(module) not in self.names or getattr(module, "is_cross_attention", False):
             return False
         parts = tensors[:3]
@@ -135,7 +135,7 @@ class _Watch:
     def _masked(
         self, site: Site, query: Tensor, num_slots: int, rest: list[Any], options: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Show the layer's mask; where it has none, one that says the same, used only if it is changed."""
+        """Show the tap the layer's mask, or else an equivalent one, which is used only if the tap changes it."""
         given = rest[0] if rest else options.get("attention_mask")
         if given is None:
             visible = torch.ones(len(query), 1, self.shape[1], num_slots, dtype=torch.bool, device=query.device)
@@ -151,7 +151,7 @@ class _Watch:
         return ([changed, *rest[1:]], options) if rest else (rest, {**options, "attention_mask": changed})
 
     def _place(self, module: Any, own: Any) -> tuple[int | None, str | None]:
-        """Return the layer's number, and a label where that alone does not tell this call from others."""
+        """Return the layer's number, and a label if the number does not identify this call."""
         name = self.names[id(module)]
         layer = own if isinstance(own, int) and own >= 0 else layer_of(name)
         key = name if layer is None else layer
@@ -161,7 +161,7 @@ class _Watch:
         return layer, name if layer is None else None
 
     def _new(self, site: Site, value: Tensor, end: int) -> Tensor:
-        """Show the new tokens' slots alone, the last ones before ``end``."""
+        """Show only the new tokens' slots to the tap: the last ones before ``end``."""
         start = end - self.shape[1]
         new = value[:, :, start:end]
         changed = self.tap(site, new)
@@ -170,7 +170,7 @@ class _Watch:
         return torch.cat([value[:, :, :start], changed, value[:, :, end:]], dim=2)
 
     def _cache_layer(self, index: Any, key: Tensor) -> Any:
-        """Return the layer of the cache that the keys come from; tied modules have no number of their own."""
+        """Return the cache layer that the keys come from; tied modules have no number of their own."""
         layers = getattr(self.cache, "layers", ())
         if isinstance(index, int) and 0 <= index < len(layers):
             return layers[index]
@@ -178,7 +178,7 @@ class _Watch:
 
 
 def _num_written(layer: Any) -> int | None:
-    """Return how many tokens a cache layer has seen, where it counts them."""
+    """Return how many tokens a cache layer has seen, or None if it does not count them."""
     try:
         return int(layer.get_seq_length())
     except (AttributeError, NotImplementedError, TypeError, ValueError):

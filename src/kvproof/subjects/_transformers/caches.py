@@ -1,4 +1,4 @@
-"""The library's caches besides the dynamic one, what each needs, and the windows that configurations declare."""
+"""The library's other caches, what each needs, and the windows that configurations declare."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,13 +10,13 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from kvproof.scenarios import Ability, CacheKind
 
-#: Large and finite. Its square must not overflow, nor may it lift a masked score off the lowest value.
+#: Large and finite. Its square must not overflow, and it must not raise a masked score above the lowest value.
 _GARBAGE: Final = 1e4
 
-#: The packages that can quantise a cache, by the name of the library's backend.
+#: The packages that can quantise a cache, by the library's name for the backend.
 _BACKENDS: Final = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
-#: Names under which configurations declare a length that attention, a convolution or a scan works in.
+#: Names under which configurations declare the window or block length of attention, a convolution or a scan.
 _WINDOWS: Final = (
     "sliding_window",
     "sliding_window_size",
@@ -37,7 +37,7 @@ _WINDOWS: Final = (
     "mamba_chunk_size",
 )
 
-#: The kinds of layers, one of which there must be where a configuration lists them, for a length to count.
+#: If a configuration lists its kinds of layers, a length counts only if this kind is among them.
 _LAYER_KINDS: Final = {"sliding_window": "sliding", "attention_chunk_size": "chunked"}
 
 
@@ -51,33 +51,33 @@ def new_cache(kind: CacheKind, config: Any, capacity: int) -> Any:
 
 
 def why_not(kind: CacheKind, config: Any, device: torch.device) -> str | None:
-    """Return why a model cannot keep such a cache, or none where it can."""
+    """Return why a model cannot keep such a cache, or None if it can."""
     if kind is CacheKind.OFFLOADED and device.type == "cpu":
         return "an offloaded cache moves between a device and the host, and the model stands on the CPU"
     if kind is CacheKind.QUANTISED and not any(_backends()):
         return "a quantised cache needs optimum-quanto or hqq, and neither is installed"
     try:
         new_cache(kind, config, 1)
-    except Exception as error:  # the library raises errors of many types for layers that it has no cache of
+    except Exception as error:  # the library raises errors of many types for layers without such a cache
         return f"the library makes no {kind.value} cache for it: {type(error).__name__}: {error}"
     return None
 
 
 def has_spare_slots(config: Any) -> bool:
-    """Return whether some layer of a static cache has slots, and not a state alone."""
+    """Return whether some layer of a static cache has slots, and not only a state."""
     return any(hasattr(layer, "max_cache_len") for layer in new_cache(CacheKind.STATIC, config, 1).layers)
 
 
 def poison(cache: Any) -> int:
-    """Fill every slot that holds no token with large finite garbage; return how many values that are.
+    """Fill every slot that holds no token with large finite garbage; return the number of values written.
 
-    Only layers with a buffer made in advance have such slots.
+    Only layers with a preallocated buffer have such slots.
     """
     return sum(_filled(buffer, axis, held) for buffer, axis, held in _buffers(cache))
 
 
 def windows(config: Any) -> tuple[int, ...]:
-    """Return the lengths that a configuration declares, from 2 up, the smallest first."""
+    """Return the lengths of at least 2 that a configuration declares, smallest first."""
     kinds = getattr(config, "layer_types", None)
     found = set()
     for name in _WINDOWS:
@@ -89,7 +89,7 @@ def windows(config: Any) -> tuple[int, ...]:
 
 
 def lacks(reasons: dict[CacheKind, str | None]) -> dict[Ability, str]:
-    """Return the reasons by the ability that is missing."""
+    """Return the reasons, keyed by the ability that is missing."""
     return {kind.ability: reason for kind, reason in reasons.items() if kind.ability and reason}
 
 
@@ -100,7 +100,7 @@ def _backends() -> Iterator[str]:
 
 
 def _buffers(cache: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield each buffer made in advance, its slot axis, and how many slots hold a token."""
+    """Yield each preallocated buffer, its slot axis, and how many slots hold a token."""
     for layer in getattr(cache, "layers", ()):
         if not hasattr(layer, "max_cache_len") or not getattr(layer, "is_initialized", False):
             continue

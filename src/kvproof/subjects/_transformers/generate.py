@@ -1,7 +1,7 @@
-"""The library's own ``generate()``, with every choice forced and every row of logits seen where it is computed.
+"""The library's own ``generate()``, with every choice forced and every row of logits read where it is computed.
 
-What `generate` returns is rounded to float32 and lists rows by step alone. So each forward is watched, and each
-row is taken with the ids that the library itself says it was computed after: those that it hands to its
+The output of ``generate()`` is rounded to float32 and indexes rows only by step. Therefore kvproof observes each
+forward, and pairs each row with the ids that the library itself reports for it: those that it passes to its
 logits processors.
 """
 
@@ -22,10 +22,10 @@ from kvproof.scenarios import Claim, Generate, Method
 from kvproof.subjects._base import Generated, GeneratedCall
 from kvproof.subjects._transformers.quiet import quiet
 
-#: The score of what is not to be chosen. Minus infinity would keep prompt lookup from proposing it.
+#: The score of tokens that must not be chosen. Minus infinity would keep prompt lookup from proposing them.
 _UNWANTED: Final = -1e4
 
-#: Tokens that prompt lookup proposes, and that a chunk of a prompt holds.
+#: The number of tokens that prompt lookup proposes, and the number in one chunk of a prompt.
 _NUM_PROPOSED, _CHUNK = 3, 4
 
 _OPTIONS: Final[dict[Method, dict[str, Any]]] = {
@@ -34,27 +34,27 @@ _OPTIONS: Final[dict[Method, dict[str, Any]]] = {
     Method.PROMPT_LOOKUP: {
         "prompt_lookup_num_tokens": _NUM_PROPOSED,
         "max_matching_ngram_size": 2,
-        "eos_token_id": -1,  # none, which versions before 5.0 cannot take here
+        "eos_token_id": -1,  # no end token; versions before 5.0 do not accept None here
     },
     Method.CHUNKED_PREFILL: {"prefill_chunk_size": _CHUNK},
     Method.STATIC_CACHE: {"cache_implementation": "static"},
 }
 
-#: Names of the cache argument under which the library looks for one that a chunked prompt can fill.
+#: Names of the cache argument with which the library can prefill a prompt in chunks.
 CHUNKED_ARGUMENTS: Final = ("cache", "past_key_values")
 
-#: Types whose ``generate()`` takes its rows from another function than the plain forward, and why.
+#: Types whose ``generate()`` does not take its rows from the plain forward, and why.
 _OTHER_FUNCTION: Final = {"xlnet": "its generate() appends a dummy token and takes the row of its query stream"}
 
-#: Attributes that ``generate()`` reads on a model, or leaves there for its next run.
+#: Attributes that ``generate()`` reads from a model, or sets on it for its next run.
 _NOTED: Final = ("generation_config", "_previous_max_cache_length")
 
-#: Runs one forward of the model, given how and with what: ``run(call, tap, arguments)``.
+#: Runs one forward of the model: ``run(call, tap, arguments)``.
 RunForward = Callable[[Callable[..., Any], Tap, dict[str, Any]], Any]
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Return why nothing of the library's ``generate()`` can be held against the plain forward, or None."""
+    """Return why the library's ``generate()`` cannot be compared with the plain forward, or None if it can."""
     if not model.can_generate():
         return "the library does not generate from it"
     if type(model).generate is not GenerationMixin.generate:
@@ -70,9 +70,9 @@ def generate(
     *,
     takes_mask: bool,
 ) -> Generated:
-    """Run the library's ``generate()`` once and return what each of its forwards gave.
+    """Run the library's ``generate()`` once and return the result of each of its forwards.
 
-    Nothing of the model's own generation settings, nor of this run, is left on the model.
+    The model's own generation settings are not used, and the run leaves nothing on the model.
     """
     longest = max(map(len, operation.prompts))
     padding = [longest - len(prompt) for prompt in operation.prompts]
@@ -108,13 +108,13 @@ class _Forward:
 
     tap: Tap
     num_new: int
-    logits: Tensor  #: (batch, new, vocab), or of the last new tokens
-    end: int = 0  #: how many columns its last row follows; 0 where that is not known yet
-    lengths: list[int] = field(default_factory=list)  #: the same of each row that is kept
+    logits: Tensor  #: (batch, new, vocab), or only those of the last new tokens
+    end: int = 0  #: how many columns its last row follows; 0 if that is not known yet
+    lengths: list[int] = field(default_factory=list)  #: how many columns each kept row follows
 
 
 class _Watch(LogitsProcessor):  # type: ignore[misc]
-    """Sees each forward's logits and the ids that the library scores them for, and answers with forced scores."""
+    """Records each forward's logits and the ids that they follow, and returns scores that force each choice."""
 
     def __init__(self, operation: Generate, prompt_len: int, padding: list[int]) -> None:
         self.operation = operation
@@ -123,16 +123,16 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
         self.counts: Counter[Claim] = Counter()
         self._wanted = operation.prefixes()
         self._forwards: list[_Forward] = []
-        self._due: _Forward | None = None  #: the newest forward, while rows of it are still to be scored
+        self._due: _Forward | None = None  #: the newest forward, until all of its rows are scored
 
     def saw(self, tap: Tap, num_new: int, logits: Tensor) -> None:
-        """Remember a forward's logits: (batch, new, vocab), or those of its last tokens."""
+        """Store a forward's logits: (batch, new, vocab), or only those of its last tokens."""
         # A copy: the library writes into these when it scores them.
         self._due = _Forward(tap=tap, num_new=num_new, logits=logits.detach().clone())
         self._forwards.append(self._due)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Note the row that was computed after ``input_ids``, and return scores that force the wanted choice."""
+        """Record the row that follows ``input_ids``, and return scores that force the wanted choice."""
         length = input_ids.shape[1]
         step = length - self.prompt_len
         rows = zip(input_ids.tolist(), self.padding, strict=True)
@@ -142,13 +142,13 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
         if past_end:
             return scores
         forced = torch.full_like(scores, _UNWANTED)
-        # The sum of a beam's scores is minus its rank, so each stands before the next.
+        # The sum of a beam's scores is minus its rank, so the beams keep their order.
         for rank, (row, token) in enumerate(self.operation.steps[step]):
             forced[row, token] = row - rank
         return forced
 
     def _note(self, length: int, is_wanted: bool | None) -> None:
-        """Note that the row after ``length`` columns is scored; without a forward due, proposals are chosen."""
+        """Record that the row after ``length`` columns is scored. If no forward is due, do nothing."""
         if self._due is None:
             return
         if not self._due.end:
@@ -163,14 +163,14 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
             self._due = None
 
     def _end_of(self, forward: _Forward, first_len: int) -> int:
-        """Return how many columns a forward's last row follows, from those of the first row that is scored."""
+        """Return how many columns a forward's last row follows, given the number for its first scored row."""
         if self.operation.method is not Method.PROMPT_LOOKUP:
-            return first_len  # one row is scored, the last
+            return first_len  # only the last row is scored
         # Every proposal is verified in one call, and scored in order.
         return forward.num_new if forward is self._forwards[0] else first_len + forward.num_new - 1
 
     def generated(self) -> Generated:
-        """Return what was seen: a call for each forward that gave a row after the forced tokens."""
+        """Return the record: a call for each forward that produced a row after the forced tokens."""
         calls = tuple(self._call(forward) for forward in self._forwards if forward.lengths)
         return Generated(calls=calls, counts=self.counts)
 
@@ -189,7 +189,7 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
 def _watched(
     model: PreTrainedModel, watch: _Watch, make_tap: Callable[[], Tap], run_forward: RunForward
 ) -> Iterator[None]:
-    """Show the watch each forward of the model, run as a forward of the subject's own."""
+    """Run each forward of the model through ``run_forward``, and pass its logits to ``watch``."""
     forward = model.forward
 
     @wraps(forward)
@@ -208,7 +208,7 @@ def _watched(
 
 @contextmanager
 def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what ``generate()`` notes on the model, and the compiler setting that chunked prompts change."""
+    """Restore what ``generate()`` sets on the model, and the compiler setting that chunked prompts change."""
     noted = {name: vars(model)[name] for name in _NOTED if name in vars(model)}
     compiler = torch._dynamo.config
     limit = compiler.cache_size_limit

@@ -25,18 +25,18 @@ from kvproof.subjects._transformers.quiet import as_usage_errors
 from kvproof.subjects._transformers.tiny import randomise, tiny_model
 from kvproof.subjects._transformers.tokenizer import Tokenizer
 
-#: What is downloaded from the hub. Code that comes with a model is added only if it is trusted.
+#: Files to download from the hub. Code that comes with a model is added only if the caller trusts it.
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-#: Other forms of the same weights in the same repository.
+#: Files to skip: the same weights in other formats.
 _NOT_FETCHED = ("*/*", "consolidated*")
 
 _NAMES_SHOWN = 3
 
 
 def load_folder(folder: Path, options: LoadOptions, *, name: str | None = None) -> "TransformersSubject":
-    """Load a local folder: safetensors only, no network, and code of its own only if it is trusted.
+    """Load a local folder: only safetensors, no network, and its own code only if the caller trusts it.
 
-    Raises `UsageError`, which names the folder and what is wrong with it.
+    Raises `UsageError`, which names the folder and the problem.
     """
     if not (folder / "config.json").is_file():
         raise UsageError(f"{name or folder} holds no config.json: it is not a transformers model")
@@ -75,7 +75,7 @@ def load_hub(name: str, options: LoadOptions) -> "TransformersSubject":
 
 
 def load_gguf(file: Path, options: LoadOptions) -> "TransformersSubject":
-    """Load a GGUF file through the library's own loader, which dequantises it; this takes many seconds.
+    """Load a GGUF file with the library's own loader, which dequantises it. This takes many seconds.
 
     Raises `UsageError` if a library is missing, and as `load_folder` does.
     """
@@ -93,7 +93,7 @@ def load_gguf(file: Path, options: LoadOptions) -> "TransformersSubject":
 
 
 class _GgufReading:
-    """Reads a GGUF file once for all that the library needs of it, because each reading takes seconds."""
+    """Reads a GGUF file once for everything that the library needs, because each read takes seconds."""
 
     def __init__(self) -> None:
         self._readers: dict[str, Any] = {}
@@ -102,8 +102,8 @@ class _GgufReading:
     def once(self) -> Iterator[None]:
         """Give the library the same reader and the same table of names each time it asks.
 
-        A mapped file is read as a plain array: lists in a GGUF file are sliced value by value, and a memmap is
-        slow at that.
+        The mapped file is exposed as a plain array, because lists in a GGUF file are sliced value by value, which
+        is slow with a memmap.
         """
         gguf, memmap = import_module("gguf"), np.memmap
         reader, names = gguf.GGUFReader, functools.cache(gguf.get_tensor_name_map)
@@ -175,7 +175,7 @@ def _load(
             trust_remote_code=trusted,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the library returns their names, and they are refused below
+            ignore_mismatched_sizes=True,  # the library returns their names, and the code below refuses them
         )
         # The library would continue with random values for these and only log it.
         if found["missing_keys"]:

@@ -1,8 +1,8 @@
 """The adapter for causal language models of the transformers library.
 
-Versions differ in the name of the cache argument, in what ``crop`` counts, and in what a cache reports, so the
-model's own signatures are asked and every call is checked: a cache that did not grow by what was fed makes
-the call no cached one, and nothing is concluded from it.
+Versions differ in the name of the cache argument, in what ``crop`` counts, and in what a cache reports.
+Therefore this module inspects the model's own signatures and checks every call: if the cache did not grow by
+the number of tokens fed, the call was not a cached one, and kvproof draws no conclusion from it.
 """
 
 import copy
@@ -33,14 +33,14 @@ from kvproof.subjects._transformers.attention import attention_tapped
 from kvproof.subjects._transformers.tables import exact_tables
 from kvproof.subjects._transformers.tokenizer import Tokenizer
 
-#: How a cache moves its rows: the first keeps their number, the second may change it; some offer one alone.
+#: How a cache reorders its rows: the first keeps their number, the second can change it. Some have only one.
 SELECTIONS = ("reorder_cache", "batch_select_indices")
-#: Logits beyond this are computed for the positions that are asked for alone.
+#: If all logits need more bytes than this, compute only the requested positions.
 _MANY_BYTES = 2**26
 
 
 class TransformersSubject(Subject):
-    """A causal language model, frozen, on the device that it stands on."""
+    """A causal language model, frozen, on its own device."""
 
     def __init__(
         self,
@@ -52,14 +52,15 @@ class TransformersSubject(Subject):
         true_float64: bool = True,
         digest: str | None = None,
     ) -> None:
-        """Without ``true_float64``, a float64 model computes in float32 wherever it asks for that by name.
+        """Wrap a model. Without ``true_float64``, a float64 model uses float32 where its code asks for float32.
 
-        ``digest`` is that of the weights that a cast model was made from, which takes a second of each gigabyte.
+        ``digest`` is the digest of the weights that a cast model was made from; computing one takes a second per
+        gigabyte.
         """
         self._true_float64 = true_float64 and model.dtype is torch.float64
         self.model = model.eval().requires_grad_(False)
         if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the grouped kernels know no float64
+            model.set_experts_implementation("eager")  # the grouped kernels do not support float64
         self._tokenizer = tokenizer
         for weight_name, weight in model.state_dict().items():
             if weight.is_floating_point() and not _is_finite(weight):
@@ -72,7 +73,7 @@ class TransformersSubject(Subject):
         self.cache_argument = str(_states.cache_argument(parameters))
         self.own_cache = _states.own_cache_class(model)
         self.stateful_modules = _states.stateful_modules(model)
-        # What goes back in as it came out counts its own positions and covers no padding.
+        # A state that is passed back as returned counts its own positions and does not support padding.
         hands_cache = self.cache_argument in _states.CACHE_ARGUMENTS
         self.takes_positions = hands_cache and "position_ids" in parameters
         self.padding_position = _positions.padding_position(model)
@@ -96,7 +97,7 @@ class TransformersSubject(Subject):
 
     @property
     def info(self) -> SubjectInfo:
-        """What the subject is and can do."""
+        """The subject's description and abilities."""
         return self._info
 
     @property
@@ -116,18 +117,18 @@ class TransformersSubject(Subject):
 
     @property
     def lacks(self) -> Mapping[Ability, str]:
-        """Why the library keeps no cache of some kinds for the model, or does not generate from it."""
+        """Why the library cannot keep some kinds of cache for the model, or cannot generate from it."""
         reasons = _caches.lacks(self._no_cache)
         return reasons if self._no_generate is None else {**reasons, Ability.GENERATE: self._no_generate}
 
     def token(self, token_id: int) -> str:
-        """Return the token's text in quotes, for its spaces count; without a tokenizer, the id itself."""
+        """Return the token's text in quotes, because its spaces matter; without a tokenizer, return the id."""
         text = None if self._tokenizer is None else self._tokenizer.text(token_id)
         return str(token_id) if text is None else repr(text)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The end tokens of the model's generation settings, else of its configuration, that it has logits of."""
+        """The end tokens in the model's generation settings, or else its configuration, that have logits."""
         settings = getattr(self.model, "generation_config", None)
         named = getattr(settings, "eos_token_id", None)
         named = getattr(self.config, "eos_token_id", None) if named is None else named
@@ -158,14 +159,14 @@ class TransformersSubject(Subject):
     def new_cache(self, batch: int, *, records_past: bool = False) -> Any:
         """Return an empty cache for ``batch`` rows, ready to be cropped if ``records_past``.
 
-        None stands for the empty state of a type that takes what its last call returned.
+        None is the empty state for types that are fed the state that their last call returned.
         """
         if self.cache_argument in _states.RETURNED:
             return None
         if self.own_cache is not None:
             return _states.own_cache(self.own_cache, self.model, self.config, batch)
         if not hasattr(DynamicCache, "activate_past_recording"):
-            # Before 5.0 a window's layer forgets for good, and one made without a configuration keeps everything.
+            # Before 5.0 a windowed layer cannot undo a drop; a cache without a configuration drops nothing.
             return DynamicCache() if records_past else DynamicCache(config=self.config)
         cache = DynamicCache(config=self.config)
         if records_past:
@@ -190,9 +191,9 @@ class TransformersSubject(Subject):
             return call(**arguments)
 
     def _shown(self, tap: Tap, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Hand what a call is given to the tap: tokens, positions and the caller's mask of padding.
+        """Pass a call's inputs to the tap: tokens, positions and the caller's padding mask.
 
-        Without a cache positions are the model's own, and shown as it counts them.
+        Without a cache, the model computes its own positions, and the tap sees them as the model counts them.
         """
         ids, positions, mask = (arguments.get(n) for n in ("input_ids", "position_ids", "attention_mask"))
         assert isinstance(ids, Tensor)
@@ -215,7 +216,7 @@ class TransformersSubject(Subject):
         if not self.stateful_modules:
             if any(hasattr(cache, name) for name in SELECTIONS):
                 yield Ability.REORDER
-            # The library's own caches could all be cropped before they said whether they can.
+            # Older releases do not report whether a cache can be cropped; there, all of the library's own can.
             if getattr(cache, "is_croppable", type(cache) is DynamicCache):
                 yield Ability.CROP
         if self.takes_positions and self.takes_mask:
@@ -248,7 +249,7 @@ class TransformersSubject(Subject):
         return logits[0]
 
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
-        """Return the rows of some positions, computed alone where all of them would take much memory."""
+        """Return the rows at some positions; compute only those if all rows would need much memory."""
         all_bytes = len(ids) * self.info.vocab_size * self.model.dtype.itemsize
         if all_bytes <= _MANY_BYTES or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
             return super()._kept_rows(ids, tap, keep)
@@ -262,7 +263,7 @@ class TransformersSubject(Subject):
         return TransformersSession(self, [[] for _ in range(opening.batch)], self.opened_cache(opening), opening)
 
     def opened_cache(self, opening: Opening) -> Any:
-        """Return an empty cache as a session opens with it."""
+        """Return the empty cache that a session opens with."""
         if opening.cache is CacheKind.DYNAMIC:
             return self.new_cache(opening.batch, records_past=Ability.CROP in opening.needs)
         return _caches.new_cache(opening.cache, self.config, opening.capacity)
@@ -272,7 +273,7 @@ class TransformersSubject(Subject):
         return _generate.generate(self.model, operation, make_tap, self._run, takes_mask=self.takes_mask)
 
     def with_exact_tables(self, rounded_to: torch.dtype) -> "tuple[TransformersSubject, tuple[str, ...]] | None":
-        """Return the model with its buffers as a new model of its class computes them in float64."""
+        """Return the model with its buffers recomputed in float64, as a new model of its class computes them."""
         model = copy.deepcopy(self.model)
         names = exact_tables(model, rounded_to)
         exact = TransformersSubject(model, name=self._info.name, seed=self._seed, tokenizer=self._tokenizer)
@@ -286,7 +287,7 @@ class TransformersSubject(Subject):
 
 
 class TransformersSession(Session):
-    """One cache of the library's own, fed with masks and positions as its documentation says."""
+    """One of the library's own caches, fed with masks and positions as the library's documentation says."""
 
     def __init__(
         self,
@@ -301,14 +302,14 @@ class TransformersSession(Session):
         self.opening = opening
         self.tap = opening.tap
         self.records_past = Ability.CROP in opening.needs
-        #: How many columns the cache holds: the longest row that it was ever given, padding included.
+        #: The number of columns in the cache: the length of the longest row ever fed, including padding.
         self.num_columns = 0
         self.module_state: list[dict[str, Any]] | None = None
-        # A recording cache keeps what a forward pushed out of the window until the crop that must follow it.
+        # A recording cache keeps entries that a forward pushed out of the window; a crop must follow.
         self.owes_crop = False
 
     def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Tensor:
-        """Run one call. One that raises may leave the library's cache half-grown, so it is filled anew."""
+        """Run one call. A call that raises may leave the library's cache partly grown, so it is then refilled."""
         try:
             return self._call(self._ids, ids, self.tap)
         except BaseException:
@@ -352,9 +353,9 @@ class TransformersSession(Session):
         return logits
 
     def _check_growth(self, before: list[tuple[Tensor, int]] | None, total: int) -> None:
-        """Hold the cache's own count against what it held and was fed; deliberate faults change what it holds.
+        """Raise unless the cache's own count is ``total``, the tokens it held (as faults left it) plus those fed.
 
-        A cache that counts nothing must at least not be what it was ``before``.
+        A cache that counts nothing must at least differ from its state ``before``.
         """
         grown = _states.cache_len(self.cache)
         if grown is not None and grown != total:
@@ -366,7 +367,7 @@ class TransformersSession(Session):
         self._remove(len(self) - length)
 
     def _remove(self, num_tokens: int) -> None:
-        """Take the newest tokens off the cache; older versions are told how many stay, newer ones how many go."""
+        """Remove the newest tokens. Older versions expect the number to keep, newer ones the number to remove."""
         kept = self.num_columns - num_tokens
         if "max_length" in inspect.signature(type(self.cache).crop).parameters:
             self.cache.crop(kept)
@@ -393,7 +394,7 @@ class TransformersSession(Session):
         return fork
 
     def _reset(self) -> None:
-        """Empty the cache: a static one by the library's own means, so that its buffers are used again."""
+        """Empty the cache. A static cache is reset by the library itself, so that its buffers are reused."""
         if self.opening.cache is not CacheKind.STATIC:
             self._start_anew()
             return
@@ -416,7 +417,7 @@ class TransformersSession(Session):
 
 
 def _returned_cache(output: Any, fed: Any) -> Any:
-    """Return the cache to go on with: the one returned, or the one fed where outputs lack it."""
+    """Return the cache for the next call: the one in the output, or the one fed if the output has none."""
     for name in (*_states.CACHE_ARGUMENTS, *_states.RETURNED):
         returned = getattr(output, name, None)
         if returned is not None:
@@ -425,14 +426,14 @@ def _returned_cache(output: Any, fed: Any) -> Any:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Return whether every entry is finite; a sum, which is not where one is not, takes a tenth of the time."""
+    """Return whether every entry is finite. Try the sum first: it takes a tenth of the time of checking each."""
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 
 
 def _vocab_size(model: PreTrainedModel, config: Any) -> int:
-    """Return how many logits a row holds.
+    """Return the number of logits in a row.
 
-    Some types keep one output matrix for each codebook, or hide it; inkling leaves out what pads it.
+    Some types have one output matrix per codebook, or hide it; inkling drops the padding of the vocabulary.
     """
     weight = getattr(model.get_output_embeddings(), "weight", None)
     size = int(config.vocab_size if weight is None else weight.shape[0])

@@ -1,4 +1,4 @@
-"""Keeps the library from talking while kvproof loads something: what is wrong becomes one error, in one line."""
+"""Silences the library while kvproof loads something: any problem becomes one error on one line."""
 
 import sys
 import textwrap
@@ -15,10 +15,10 @@ from kvproof.errors import UsageError
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide logs, progress bars and warnings; what is printed goes to standard error, away from reports."""
+    """Hide logs, progress bars and warnings, and send printed text to standard error, away from reports."""
     verbosity, started = logging.get_verbosity(), tqdm.__init__
     logging.set_verbosity_error()
-    # The library's own switch knows not all of its bars, nor those of the libraries below it.
+    # The library's own switch does not cover all of its bars, nor those of the libraries that it uses.
     tqdm.__init__ = partialmethod(started, disable=True)
     try:
         with warnings.catch_warnings(), redirect_stdout(sys.stderr):
@@ -33,8 +33,8 @@ def quiet() -> Iterator[None]:
 def as_usage_errors(what: str) -> Iterator[None]:
     """Run the library's own code quietly; whatever it raises becomes a `UsageError` of one line.
 
-    ``what`` says what failed, such as ``"model cannot be loaded"``. The library and those below it raise errors
-    of any type for a file that is damaged, so all of them are caught.
+    ``what`` says what failed, such as ``"model cannot be loaded"``. For a damaged file, the library and those
+    that it uses raise errors of any type, so all of them are caught.
     """
     try:
         with quiet():

@@ -1,7 +1,7 @@
-"""What a model keeps between two calls, where that is not the library's `DynamicCache`.
+"""What a model keeps between two calls, if that is not the library's `DynamicCache`.
 
-Some types give lists of tensors back (rwkv, xlnet, reformer). Some want a cache class from their own modelling
-file (minimax and xlstm; before 5.0 most recurrent ones). recurrent_gemma keeps its recurrences on its modules.
+Some types return lists of tensors (rwkv, xlnet, reformer). Some need a cache class from their own modelling file
+(minimax and xlstm; before 5.0 most recurrent ones). recurrent_gemma keeps its recurrent states on its modules.
 """
 
 import inspect
@@ -15,27 +15,27 @@ from torch import Tensor, nn
 
 #: The names of the argument that takes a cache object, newest first.
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values", "cache_params")
-#: The names of the argument that takes what the call before returned, and nothing in the first call.
+#: The names of the argument that takes the state that the previous call returned, or None in the first call.
 RETURNED: Final = ("state", "mems", "past_buckets_states")
 
-#: Types whose cache no call can be given as this adapter gives it, and why.
+#: Types whose cache this adapter cannot pass from call to call, and why.
 _NOT_INCREMENTAL: Final[Mapping[str, str]] = {
     "blt": "it cuts its input into patches, and every one of its parts keeps a cache of its own",
     "cpmant": "its forward wants the whole prefix, behind prompt tokens of its own, at every call",
     "xlm": "its forward wants the whole prefix again at every call, beside the cache",
 }
 
-#: Attributes under which modules keep a recurrence from one call to the next.
+#: Attributes in which modules keep a recurrent state from one call to the next.
 _ON_MODULES: Final = ("conv1d_state", "recurrent_states")
 
 
 def cache_argument(parameters: Mapping[str, Any]) -> str | None:
-    """Return the name of the argument through which a forward takes its cache, or None."""
+    """Return the name of a forward's cache argument, or None."""
     return next((name for name in (*CACHE_ARGUMENTS, *RETURNED) if name in parameters), None)
 
 
 def why_no_session(model: nn.Module, parameters: Mapping[str, Any]) -> str | None:
-    """Return why the model cannot continue a prefix, or None where it can."""
+    """Return why the model cannot continue a prefix, or None if it can."""
     model_type = str(getattr(model.config, "model_type", None))
     if model_type in _NOT_INCREMENTAL:
         return _NOT_INCREMENTAL[model_type]
@@ -48,7 +48,7 @@ def why_no_session(model: nn.Module, parameters: Mapping[str, Any]) -> str | Non
 
 
 def own_cache_class(model: nn.Module) -> type | None:
-    """Return the cache class of the model's own modelling file, or None where the library's serves."""
+    """Return the cache class in the model's own modelling file, or None if the model uses the library's."""
     home = type(model).__module__
     for name, value in vars(sys.modules[home]).items():
         if isinstance(value, type) and value.__module__ == home and name.endswith("Cache"):
@@ -73,13 +73,13 @@ def own_cache(cache_class: type, model: nn.Module, config: Any, batch: int) -> A
 
 
 def cache_len(cache: Any) -> int | None:
-    """Return how many tokens the cache says it holds, or None where nothing counts them."""
+    """Return how many tokens the cache reports, or None if it does not count them."""
     if isinstance(cache, list | tuple):
-        return None  # tensors alone do not say which axis counts
+        return None  # plain tensors do not show which axis counts tokens
     lengths = []
     for layer in getattr(cache, "layers", ()):
         if hasattr(layer, "max_cache_len") and not hasattr(layer, "cumulative_length"):
-            continue  # before 5.0 a buffer's layer counts the slots that are not zero, whatever filled them
+            continue  # before 5.0 a layer with a buffer counts nonzero slots, whatever filled them
         try:
             lengths.append(int(layer.get_seq_length()))
         except (AttributeError, NotImplementedError, TypeError, ValueError):
@@ -94,15 +94,15 @@ def cache_len(cache: Any) -> int | None:
 
 
 def fingerprint(cache: Any) -> list[tuple[Tensor, int]]:
-    """Return the cache's tensors with their versions: the same twice means that nothing was written between.
+    """Return the cache's tensors with their versions. If two fingerprints are equal, nothing was written between.
 
-    The tensors are kept alive, so that none can take the place of another.
+    The tensors are kept alive, so that a new tensor cannot be mistaken for an old one.
     """
     return [(tensor, tensor._version) for tensor in _tensors(cache)]
 
 
 def is_same(first: list[tuple[Tensor, int]], second: list[tuple[Tensor, int]]) -> bool:
-    """Return whether two fingerprints are of the same tensors in the same versions."""
+    """Return whether two fingerprints hold the same tensors in the same versions."""
     return len(first) == len(second) and all(
         old is new and before == after for (old, before), (new, after) in zip(first, second, strict=True)
     )
@@ -122,17 +122,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that keep a recurrence from one call to the next."""
+    """Return the modules that keep a recurrent state from one call to the next."""
     return [module for module in model.modules() if any(hasattr(module, name) for name in _ON_MODULES)]
 
 
 def take_module_state(modules: list[nn.Module]) -> list[dict[str, Any]]:
-    """Return what the modules keep. Their forwards replace these tensors and never write into them."""
+    """Return the modules' states. Their forwards replace these tensors and never write into them."""
     return [{name: vars(module)[name] for name in _ON_MODULES if name in vars(module)} for module in modules]
 
 
 def put_module_state(modules: list[nn.Module], state: list[dict[str, Any]] | None) -> None:
-    """Give the modules what `take_module_state` returned, or nothing: the start of a sequence."""
+    """Restore the states that `take_module_state` returned, or clear them (None) to start a sequence."""
     for number, module in enumerate(modules):
         for name in _ON_MODULES:
             if name in vars(module):
@@ -140,16 +140,16 @@ def put_module_state(modules: list[nn.Module], state: list[dict[str, Any]] | Non
 
 
 def cache_positions(argument: str, config: Any, start: int, num_new: int) -> Tensor:
-    """Return the ``cache_position`` that versions before 5.0 ask for."""
+    """Return the ``cache_position`` that versions before 5.0 require."""
     if argument == "cache_params" and start == 0:
-        # These caches tell a prompt from a step by this length alone, whatever the prompt's.
+        # These caches recognise a prompt only by this length, whatever the prompt's own length.
         return torch.arange(int(config.conv_kernel))
     return torch.arange(start, start + num_new)
 
 
-#: Attributes of a cache's layer that hold tensors, and what they are called.
+#: Names of tensors, and the attributes of a cache layer that hold them.
 _HELD: Final = (("k", "keys"), ("v", "values"), ("index_k", "indexer_keys"))
-#: The same of tensors by their number.
+#: The same for attributes that hold several numbered tensors.
 _NUMBERED: Final = (("conv", "conv_states"), ("state", "recurrent_states"))
 
 
@@ -159,7 +159,7 @@ def held(cache: Any) -> tuple[dict[str, Tensor], ...]:
 
 
 def put(cache: Any, layers: Sequence[Mapping[str, Tensor]]) -> None:
-    """Put tensors where `held` found others."""
+    """Replace the tensors that `held` returned."""
     for layer, tensors in zip(_layers(cache), layers, strict=True):
         for name, read, write in _places(layer):
             if tensors[name] is not read():

@@ -7,15 +7,15 @@ from transformers import PreTrainedModel
 
 from kvproof._numerics.true_float64 import TrueFloat64
 
-#: A buffer that differs from a new model's by more units in the last place of its largest value is no table but
-#: something learnt. Of the largest: the sine of a rounded angle is off by as much where it is small.
+#: A buffer that differs from a new model's by more than this is learned, not a table. In units in the last place
+#: of the buffer's largest value, because the sine of a rounded angle has the same error where it is small.
 _UNITS = 8
-#: No second model of this many weights is built.
+#: A second model is not built if it would have this many weights.
 _MANY_WEIGHTS = 10**9
 
 
 def exact_tables(model: PreTrainedModel, rounded_to: torch.dtype) -> tuple[str, ...]:
-    """Compute a model's tables anew in float64 and put them in place; return the names of those that changed."""
+    """Recompute a model's tables in float64 and replace them; return the names of those that changed."""
     if model.num_parameters() > _MANY_WEIGHTS:
         return ()
     before = torch.get_default_dtype()

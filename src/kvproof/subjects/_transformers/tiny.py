@@ -1,7 +1,7 @@
 """Tiny randomly initialised language models of any causal-LM type that transformers knows.
 
-They answer questions about code, not about weights: whether an architecture's cached path computes what its
-uncached path computes shows in any weights, if every branch has a say in the logits (see `randomise`).
+They test code, not weights: any weights show whether an architecture's cached path computes the same as its
+uncached path, provided that every branch affects the logits (see `randomise`).
 """
 
 import copy
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 _NO_OVERRIDES: Final[Mapping[str, object]] = MappingProxyType({})
 
-_GAIN: Final = 1.8  #: of matrices, over the square root of the fan-in
+_GAIN: Final = 1.8  #: standard deviation of matrices, times the square root of the fan-in
 _EMBEDDING_STD: Final = 0.5
-_VECTOR_STD: Final = 0.2  #: added to norms and biases
-_STATE_STEP: Final = 0.1  #: of state-space parameters, relative
+_VECTOR_STD: Final = 0.2  #: standard deviation of the noise added to norms and biases
+_STATE_STEP: Final = 0.1  #: relative change of state-space parameters
 _ROUTING_STD: Final = 0.1
 
-#: Parameters of recurrences whose initial values keep the state between fading at once and exploding.
+#: Parameters of recurrences whose initial values keep the state from vanishing at once or exploding.
 _STATE_SPACE: Final = frozenset(
     {
         "A_log",
@@ -62,7 +62,7 @@ _ROUTING_BIASES: Final = ("correction_bias", "expert_bias")
 def known_types() -> tuple[str, ...]:
     """Return the causal-LM types of the installed transformers, sorted.
 
-    A few cannot stand alone (drafters) or need a further library; `tiny_config` and `tiny_model` say so.
+    A few cannot be used alone (drafters) or need another library; `tiny_config` and `tiny_model` raise for them.
     """
     return tuple(sorted(_class_names()))
 
@@ -70,12 +70,12 @@ def known_types() -> tuple[str, ...]:
 def tiny_config(
     model_type: str, overrides: Mapping[str, object] = _NO_OVERRIDES
 ) -> "transformers.PreTrainedConfig":
-    """Return a tiny configuration of a causal-LM type, every kind of layer present.
+    """Return a tiny configuration of a causal-LM type, with every kind of layer.
 
-    The vocabulary has 101 tokens, the context 128 and windows 8; ``overrides`` replace attributes of the
-    language part, under the type's own or the usual names.
+    The vocabulary has 101 tokens, the context 128 and windows 8. ``overrides`` replace attributes of the language
+    part, by the type's own names or the usual ones.
 
-    Raises `UsageError` for a type that is unknown, has no causal decoder or cannot stand alone, and for
+    Raises `UsageError` for a type that is unknown, has no causal decoder or cannot be used alone, and for
     overrides that the type does not know or refuses.
     """
     config_class = _model_class(model_type).config_class
@@ -97,8 +97,8 @@ def tiny_model(
 ) -> "transformers.PreTrainedModel":
     """Return a tiny model of a causal-LM type on the CPU: float32, eval mode, no gradients, `randomise`-d.
 
-    The same seed gives the same weights; torch's global generator is left as it was. Raises `UsageError` as
-    `tiny_config` does, and for an attention implementation or an optional library that is not there.
+    The same seed gives the same weights; torch's global generator is unchanged. Raises `UsageError` as
+    `tiny_config` does, and for an attention implementation or an optional library that is missing.
     """
     config = tiny_config(model_type, overrides)
     model_class = _model_class(model_type)
@@ -116,18 +116,18 @@ def tiny_model(
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Draw every weight anew, at a scale at which each branch of the network moves the logits.
+    """Redraw every weight, at a scale at which each branch of the network affects the logits.
 
     The usual initialisation (std 0.02, biases 0, norms 1) makes an audit blind: at a tiny width the residual
-    stream is nearly the embedding, so a wrong attention output or state moves the logits by no more than
-    rounding does, and what starts at zero (biases, gates, routing corrections) hides its branch altogether.
-    Here a matrix has std 1.8 / √fan-in, an embedding 0.5; norms, biases and other vectors move by
-    0.2 × normal; parameters of recurrences move by 10 %, since only near their initial values is the
-    recurrence stable; and routing-bias buffers are 0.1 × normal. With a first version of these scales, on 146
-    planted faults in eight types, the weakest stood 43 × above rounding in float32, instead of 1.8 ×.
+    stream is nearly the embedding, so a wrong attention output or state changes the logits by no more than
+    rounding does, and parameters that start at zero (biases, gates, routing corrections) hide their branch
+    entirely. Here a matrix has std 1.8 / √fan-in, and an embedding 0.5; norms, biases and other vectors change by
+    0.2 × normal; parameters of recurrences change by 10 %, because the recurrence is stable only near their
+    initial values; and routing-bias buffers are 0.1 × normal. With a first version of these scales, on 146
+    planted faults in eight types, the weakest fault was 43 × above rounding in float32, instead of 1.8 ×.
     """
     generator = torch.Generator().manual_seed(seed)
-    # A table that is also the output matrix is scaled as a table, whichever comes first.
+    # An embedding that is also the output matrix is scaled as an embedding, whichever comes first.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     seen: set[int] = set()
     with torch.no_grad():
@@ -148,7 +148,7 @@ def _drawn(name: str, owner: nn.Module, initial: Tensor, normal: Tensor) -> Tens
     """Return the new value of a parameter that is not an embedding."""
     last = name.rpartition(".")[2]
     if last in _STATE_SPACE or ("dt_proj" in name and "bias" in last):
-        # A logarithm of 1 is 0 and would not move.
+        # A parameter stored as a logarithm can be log 1 = 0, which a relative change would not move.
         size = torch.where(initial == 0, torch.ones_like(initial), initial.abs())
         return initial + _STATE_STEP * size * normal
     if initial.dim() < 2 or last.endswith("bias") or _is_scale(initial):
@@ -161,12 +161,12 @@ def _fan_in(owner: nn.Module, weight: Tensor) -> int:
         return weight.shape[0]
     if isinstance(owner, nn.modules.conv._ConvNd):
         return weight[0].numel()
-    # Stacked experts: the fan-in is one of the last two axes, and which one differs by type.
+    # Stacked experts: the fan-in is one of the last two axes, depending on the type.
     return weight.shape[-1] if weight.dim() == 2 else max(weight.shape[-2:])
 
 
 def _is_scale(initial: Tensor) -> bool:
-    """Return whether a tensor is one value other than zero, as the weights of per-head norms are at first."""
+    """Return whether all entries are the same nonzero value, as in newly initialised per-head norms."""
     value = initial.flatten()[0]
     return bool(value != 0) and bool((initial == value).all())
 
@@ -212,13 +212,13 @@ def _closest(name: str, names: Iterable[str]) -> str:
 
 
 def _language_part(default: "transformers.PreTrainedConfig") -> "transformers.PreTrainedConfig":
-    """Return the text configuration of a composite, and any other configuration itself."""
+    """Return the text configuration of a composite, or any other configuration unchanged."""
     part = getattr(default, "text_config", None)
     return default if part is None else part
 
 
 def _attributes(default: "transformers.PreTrainedConfig") -> frozenset[str]:
-    """Return the names that a configuration class takes, without those that stand for another name."""
+    """Return the names that a configuration class accepts, except aliases of other names."""
     names = {*default.to_dict(), *signature(type(default).__init__).parameters}
     return frozenset(names - set(default.attribute_map))
 
@@ -241,7 +241,7 @@ def _shrunken(default: "transformers.PreTrainedConfig", overrides: Mapping[str, 
         **EXCEPTIONS.get(default.model_type, {}),
         **renamed,
     }
-    # Configuration classes change what they are given; the tables are everybody's.
+    # Copy the values: configuration classes modify their arguments, and the tables are shared.
     sizes = {name: copy.deepcopy(value) for name, value in chosen.items() if name in known}
     num_layers = next((sizes[name] for name in LAYER_COUNTS if name in sizes), NUM_LAYERS)
     patterns = {**_mixed_patterns(values), **_patterns(default.model_type)}
@@ -252,7 +252,7 @@ def _shrunken(default: "transformers.PreTrainedConfig", overrides: Mapping[str, 
 
 
 def _patterns(config_type: str) -> Mapping[str, tuple[object, ...]]:
-    """Return the patterns listed for a configuration type, with the kinds named as the installed release does."""
+    """Return the patterns of a configuration type, with the kinds named as in the installed release."""
     import transformers
 
     patterns = PER_LAYER.get(config_type, {})
@@ -263,7 +263,7 @@ def _patterns(config_type: str) -> Mapping[str, tuple[object, ...]]:
 
 
 def _mixed_patterns(values: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
-    """Return each kind of layer once, in the order of the default; one kind alone is left to the class."""
+    """Return each kind of layer once, in the default order; if there is only one, leave it to the class."""
     kinds = {name: tuple(dict.fromkeys(values.get(name) or ())) for name in ("layer_types", "mlp_layer_types")}
     return {name: pattern for name, pattern in kinds.items() if len(pattern) > 1}
 
@@ -271,7 +271,7 @@ def _mixed_patterns(values: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
 def _short_rope(values: Mapping[str, Any]) -> dict[str, object]:
     """Return the rotary settings that scale with a trained length, for a tiny trained length.
 
-    Left at thousands, no frequency but the lowest would ever be scaled within the context.
+    With a trained length in the thousands, only the lowest frequency would be scaled within the context.
     """
     short = {
         "original_max_position_embeddings": ROPE_CONTEXT_LEN,

@@ -1,6 +1,6 @@
 """The sizes of the tiny models: data only, read by `_tiny`.
 
-A name that a configuration class does not know is skipped, so one table serves every type and release.
+Names that a configuration class does not know are skipped, so one table works for every type and release.
 Measured on transformers 4.57.6, 5.17.0 and 5.24.0.
 """
 
@@ -10,8 +10,8 @@ from typing import Final
 NUM_LAYERS: Final = 4  #: two of each kind in the usual alternation of two kinds
 VOCAB_SIZE: Final = 101
 CONTEXT_LEN: Final = 128
-WINDOW: Final = 8  #: small, so that a short run slides past it
-ROPE_CONTEXT_LEN: Final = 64  #: what scaled rotary tables count as the trained length
+WINDOW: Final = 8  #: small, so that a short run goes past it
+ROPE_CONTEXT_LEN: Final = 64  #: the trained length for scaled rotary tables
 ROPE_FACTOR: Final = CONTEXT_LEN / ROPE_CONTEXT_LEN
 
 _WIDTH: Final = 64
@@ -21,7 +21,7 @@ _FEED_FORWARD: Final = 48
 _EXPERTS: Final = 4
 _EXPERT_WIDTH: Final = 24
 
-#: The names under which configuration classes count their layers; the first that a class knows is meant.
+#: The names of the number of layers in configuration classes; the first that a class knows applies.
 LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 _VOCABULARY: Final[Mapping[str, object]] = {
@@ -123,8 +123,8 @@ _ATTENTION: Final[Mapping[str, object]] = {
     "qk_rope_head_dim": 8,
     "qk_head_dim": 24,
     "v_head_dim": 16,
-    # sparse attention: an indexer picks few enough tokens that a short run drops some; a score is a sum of ReLUs,
-    # and with few heads many scores would be exactly 0, a tie that the length of the tensor decides
+    # sparse attention: an indexer picks so few tokens that a short run drops some; a score is a sum of ReLUs, and
+    # with few heads many scores would be exactly 0: ties, which depend on the length of the tensor
     "index_head_dim": 16,
     "index_n_heads": 16,
     "index_topk": 8,
@@ -240,7 +240,7 @@ PER_LAYER: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     "zaya": {"layer_types": ("hybrid", "hybrid_sliding")},
 }
 
-#: The names that kinds of layers had before 5.0, in types whose kinds are listed above.
+#: The names before 5.0 of the kinds of layers listed above, by configuration type.
 OLD_KINDS: Final[Mapping[str, Mapping[str, str]]] = {
     "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
     "zamba": {"linear_attention": "mamba"},
@@ -385,17 +385,17 @@ EXCEPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "minicpm3": _LATENT,
     "minimax": {"sliding_window": None},
-    # index heads choose blocks for the key heads, one for one
+    # each index head chooses blocks for one key head
     "minimax_m3_vl_text": {"index_n_heads": _HEADS // 2, "index_block_size": 4, "index_topk_blocks": 2},
     "mllama_text_model": {
         "cross_attention_layers": [],
-        "rope_scaling": {"rope_type": "default"},  # without one, 4.57 builds nothing
+        "rope_scaling": {"rope_type": "default"},  # without it, 4.57 cannot build the model
     },
     "moshi": {"sliding_window": 64},
     "mpt": {"attn_config": {}},
     "musicgen_decoder": {"num_codebooks": 1},  # one codebook is one row of ids, as in any other type
     "musicgen_melody_decoder": {"num_codebooks": 1},
-    "nemotron_h": {  # it counts this list instead of knowing a number of layers
+    "nemotron_h": {  # the length of this list is its number of layers
         "layers_block_type": [
             "linear_attention",
             "full_attention",

@@ -1,4 +1,4 @@
-"""A model's own tokenizer, loaded when it is first needed: from a GGUF file that takes many seconds."""
+"""A model's own tokenizer, loaded on first use, because loading one from a GGUF file takes many seconds."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from kvproof.subjects._transformers.quiet import as_usage_errors, quiet
 
 
 class Tokenizer:
-    """Loads once, when it is first asked; a tokenizer that cannot be loaded is asked for no second time."""
+    """Loads the tokenizer once, on first use. After a failure it does not try again."""
 
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self._name = name
@@ -23,21 +23,21 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text`` with the special tokens that the tokenizer adds by itself.
 
-        Raises `UsageError` where the tokenizer cannot be loaded, or cannot take the text.
+        Raises `UsageError` if the tokenizer cannot be loaded or cannot encode the text.
         """
         tokenizer = self._tokenizer()
         with as_usage_errors(f"{self._name}: its tokenizer cannot take the prompt"):
             return list(tokenizer(text).input_ids)
 
     def chats(self) -> bool:
-        """Return whether there is a chat template; False where the tokenizer cannot be loaded."""
+        """Return whether there is a chat template; False if the tokenizer cannot be loaded."""
         try:
             return bool(getattr(self._tokenizer(), "chat_template", None))
         except UsageError:
             return False
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the ids of the prompt that the chat template makes of a user's words.
+        """Return the ids of the prompt that the chat template creates from a user message.
 
         The library renders templates in a sandbox. Raises `UsageError` as `encode` does.
         """
@@ -48,7 +48,7 @@ class Tokenizer:
             return list(tokenizer(prompt, add_special_tokens=False).input_ids)
 
     def decode(self, ids: Sequence[int]) -> str | None:
-        """Return the text of several tokens together, or None where the tokenizer cannot be loaded."""
+        """Return the text of several tokens together, or None if the tokenizer cannot be loaded."""
         try:
             tokenizer = self._tokenizer()
         except UsageError:
@@ -57,7 +57,7 @@ class Tokenizer:
         return text
 
     def digest(self) -> str | None:
-        """Return the SHA-256, in hexadecimal, of vocabulary, rules and chat template; None where none loads."""
+        """Return the SHA-256, in hexadecimal, of vocabulary, rules and chat template, or None if unavailable."""
         if self._digest is None:
             try:
                 tokenizer = self._tokenizer()
@@ -70,8 +70,8 @@ class Tokenizer:
         return self._digest
 
     def text(self, token_id: int) -> str | None:
-        """Return the text of a token, or None where there is none to show."""
-        if token_id not in self._texts:  # reports ask for the same few tokens at every row
+        """Return the text of a token, or None if it has none."""
+        if token_id not in self._texts:  # reports request the same few tokens for every row
             self._texts[token_id] = self._text(token_id)
         return self._texts[token_id]
 
@@ -84,7 +84,7 @@ class Tokenizer:
             text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
             if text and "\ufffd" not in text:
                 return text
-            # A token may be a part of a character: its name in the vocabulary still tells it apart.
+            # A token can be part of a character; its name in the vocabulary still identifies it.
             name: str | None = tokenizer.convert_ids_to_tokens(token_id)
             return name
 
