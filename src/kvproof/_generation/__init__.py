@@ -1,1 +1,1 @@
-"""Generation: requests that run step by step on record, and their replay."""
+"""Generation: requests that run step by step and are recorded, and their replay."""

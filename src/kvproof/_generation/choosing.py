@@ -1,7 +1,7 @@
-"""A policy applied to one row of logits: which tokens are kept, how likely each is, and which is drawn.
+"""Applies a policy to one row of logits: which tokens it keeps, their probabilities, and which one it draws.
 
-`kvproof.policies` gives the order of the transformations. Each computes what the processor of that name in
-transformers does, with a written rule for ties in place of the sort's own order.
+`kvproof.policies` defines the order of the transformations. Each computes the same as the processor of that name
+in transformers, except that ties follow a documented rule instead of the order of the sort.
 """
 
 import base64
@@ -16,13 +16,13 @@ from torch import Tensor
 from kvproof.errors import SubjectError, UsageError
 from kvproof.policies import Greedy, Policy, Sample
 
-#: How many of a row's largest logits a step records, and how many ranks greedy shows probabilities of.
+#: The number of largest logits that a step records, and of most likely tokens that a greedy step shows.
 NUM_TOP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a policy makes of a row."""
+    """The result of applying a policy to a row."""
 
     ids: Tensor  #: (kept,) int64, in the policy's own order
     probabilities: Tensor  #: (kept,) float32
@@ -40,29 +40,29 @@ class Choice:
 
 
 def ranked(row: Tensor, num: int) -> Tensor:
-    """Return the ids (num,) of the largest logits, largest first and the lowest id first among equal ones."""
+    """Return the ids (num,) of the largest logits, largest first; equal logits are in order of id."""
     if num >= len(row):
         return row.argsort(descending=True, stable=True)
     values, ids = row.topk(num + 1)
     least = values[num - 1]
-    if values[num] < least:  # nothing ties at the border, so it need not be looked for
+    if values[num] < least:  # no tie at the cutoff, so nothing else to check
         ids = ids[:num].sort().values
         return ids[row[ids].argsort(descending=True, stable=True)]
-    candidates = (row >= least).nonzero()[:, 0]  # in order of id, those that tie at the border among them
+    candidates = (row >= least).nonzero()[:, 0]  # in order of id, including ties at the cutoff
     return candidates[row[candidates].argsort(descending=True, stable=True)][:num]
 
 
 def choose(policy: Policy, row: Tensor, generator: torch.Generator | None, history: Iterable[int] = ()) -> Choice:
-    """Return what the policy keeps of a row (vocab,), and the index that was drawn.
+    """Return what the policy keeps of a row (vocab,), and the index that it draws.
 
-    ``history`` holds the ids of the prompt and of the returned tokens, which a repetition penalty weakens. Greedy
-    keeps the most likely ids in order of rank, draws nothing, and takes the first. `Sample` keeps what its rules
-    leave in order of id and draws an index from ``generator``, whose state moves on. Raises `SubjectError`
-    for a row in which nothing can be chosen: one that holds NaN or infinity, or nothing finite. Entries of minus
-    infinity, as masked vocabulary entries are, have probability 0.
+    ``history`` holds the ids of the prompt and of the returned tokens, which a repetition penalty makes less
+    likely. Greedy keeps the most likely ids in order of rank, draws nothing, and chooses the first. `Sample`
+    keeps the ids that pass its rules in order of id and draws an index with ``generator``, whose state advances.
+    Raises `SubjectError` for a row from which nothing can be chosen: it holds NaN or infinity, or no finite
+    value. Entries of minus infinity, such as masked vocabulary entries, have probability 0.
     """
     row = row.detach().to("cpu", torch.float32)
-    if not math.isfinite(float(row.max())):  # which is NaN where any entry is
+    if not math.isfinite(float(row.max())):  # NaN if any entry is NaN
         raise SubjectError("the logits hold NaN, infinity or nothing finite, so no token can be chosen from them")
     if policy.repetition_penalty is not None:
         row = _penalised(row, history, policy.repetition_penalty)
@@ -82,9 +82,9 @@ def _penalised(row: Tensor, history: Iterable[int], penalty: float) -> Tensor:
 
 
 def _kept(policy: Sample, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids that the rules leave, in order of id, and their scaled logits; both (kept,)."""
-    scaled = (row - row.max()) / policy.temperature  # softmax does not feel the shift, and overflow does
-    # By the logits as they were: divided by a temperature, they may overflow or become equal.
+    """Return the ids that pass the rules, in order of id, and their scaled logits; both (kept,)."""
+    scaled = (row - row.max()) / policy.temperature  # the shift prevents overflow and does not change the softmax
+    # Rank the unscaled logits: after division by a temperature, they may overflow or become equal.
     ids = torch.arange(len(row)) if policy.top_k is None else ranked(row, policy.top_k).sort().values
     rules = ((_top_p, policy.top_p), (_min_p, policy.min_p), (_typical_p, policy.typical_p))
     for rule, value in rules:
@@ -94,7 +94,7 @@ def _kept(policy: Sample, row: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Return which (kept,) stay: from the least likely on, those go whose sum stays within 1 - ``top_p``."""
+    """Return a mask (kept,): drop the least likely tokens while their total is at most 1 - ``top_p``."""
     order = scores.argsort(descending=True, stable=True).flip(0)
     goes = scores[order].softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     goes[-1] = False
@@ -117,7 +117,7 @@ def _typical_p(scores: Tensor, typical_p: float) -> Tensor:
 
 
 def new_generator(policy: Policy) -> torch.Generator | None:
-    """Return a request's own generator, for a policy that draws; unseeded ones start from entropy."""
+    """Return a new generator for a policy that draws, seeded from entropy if the policy has no seed, or None."""
     if isinstance(policy, Greedy):
         return None
     generator = torch.Generator()
@@ -136,7 +136,7 @@ def state_of(generator: torch.Generator | None) -> str | None:
 
 
 def generator_at(state: str) -> torch.Generator:
-    """Return a generator in a recorded state; raise `UsageError` for what is not one."""
+    """Return a generator in a recorded state; raise `UsageError` if the state is invalid."""
     generator = torch.Generator()
     try:
         raw = base64.b64decode(state, validate=True)

@@ -1,4 +1,4 @@
-"""Cached and uncached generation side by side: where the texts part, and whether rounding or a bug parts them."""
+"""Compares cached with uncached generation: where they diverge, and whether rounding or a bug is the cause."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from kvproof.policies import Greedy, Policy, Stops
 from kvproof.scenarios import Extend, Scenario
 from kvproof.subjects import Subject
 
-#: The name of the program that repeats a generation's calls.
+#: The name of the scenario that repeats a generation's calls.
 THIS_GENERATION = "this generation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two runs of one request; ``step`` is where they part, or None where they do not."""
+    """Two runs of one request; ``step`` is the first one that differs, or None if none does."""
 
     cached: Run
     uncached: Run
@@ -40,10 +40,10 @@ def compare(
     full_logits: bool = False,
     on_step: Callable[[Request], None] = lambda request: None,
 ) -> Comparison:
-    """Generate from the rows of each path, in turns, and explain the first step at which they choose differently.
+    """Generate from both paths in alternation, and explain the first step at which they choose differently.
 
-    Whether it is rounding is decided by an audit of the tokens up to there, at both rungs. ``file`` and
-    ``full_logits`` record the cached run; ``on_step`` is called after each of its steps.
+    An audit of the tokens up to that step, in the declared dtype and in float64, decides whether the cause is
+    rounding. ``file`` and ``full_logits`` record the cached run; ``on_step`` is called after each of its steps.
     """
     cached = Request(subject, prompt, policy, stops, "cached", origin=origin, file=file, full_logits=full_logits)
     uncached = Request(subject, prompt, policy, stops, "uncached", margins=False, origin=origin)
@@ -52,7 +52,7 @@ def compare(
 
 
 def explained(subject: Subject, cached: Run, uncached: Run) -> Comparison:
-    """Return where two runs of one request part, and why."""
+    """Return where two runs of one request diverge, and why."""
     pairs = zip(cached.steps, uncached.steps, strict=False)
     parting = next(((one, other) for one, other in pairs if one.chosen != other.chosen), None)
     if parting is None:
@@ -71,7 +71,7 @@ def explained(subject: Subject, cached: Run, uncached: Run) -> Comparison:
 
 
 def judged(subject: Subject, prompt: Sequence[int], returned: Sequence[int]) -> Report:
-    """Return the audit of a generation's own calls: the prompt in one, then token by token."""
+    """Return an audit of a generation's own calls: the prompt in one call, then token by token."""
     calls = (tuple(prompt), *((token,) for token in returned))
     program = Scenario(
         name=THIS_GENERATION,

@@ -1,4 +1,4 @@
-"""Replay: every line of a ledger re-derived through both paths, and the first that fails named."""
+"""Replay: derives every line of a ledger again on both paths, and reports the first that fails."""
 
 from collections.abc import Iterator, Sequence
 
@@ -35,16 +35,16 @@ def replay(
     from_step: int = 0,
     rows: Tensor | None = None,
 ) -> ReplayResult:
-    """Re-derive each line of a run through both paths, up to the first that fails.
+    """Derive each line of a run again on both paths, up to the first that fails.
 
-    ``decoder`` is what `audit` takes. Logits must agree to the last bit where the record was made by the same
-    versions on the same machine, and elsewhere within ``tolerance``, by default the declared one of the subject's
-    dtype, or the error that is measured here. Where the other path's logits are beyond the declared tolerance, an
-    audit of these tokens says whether that is rounding; a ``tolerance`` that is given says it alone.
-    Steps before ``from_step`` are consumed as recorded and not derived. ``rows`` (step, vocab) are the recorded
-    logits, where they were kept.
+    ``decoder`` is any argument that `audit` accepts. If the same versions on the same machine made the record,
+    logits must agree to the last bit. Otherwise they must agree within ``tolerance`` (by default the declared
+    tolerance of the subject's dtype) or within the error measured here. If the other path's logits exceed the
+    declared tolerance, an audit of these tokens decides whether the cause is rounding; an explicit ``tolerance``
+    is final. Steps before ``from_step`` are consumed as recorded and not derived. ``rows`` (step, vocab) are the
+    recorded logits, if they were saved.
 
-    Raises `UsageError` if the subject is not the one recorded, or cannot have consumed the recorded prompt.
+    Raises `UsageError` if the subject is not the recorded one, or cannot have consumed the recorded prompt.
     """
     subject = as_subject(decoder)
     _check_header(run.header, subject)
@@ -63,7 +63,7 @@ def replay(
 
 
 def _elsewhere(header: Header) -> tuple[str, ...]:
-    """Return what the record was made with that differs here, and on which its last bits may hang."""
+    """Return the differences between here and where the record was made that can change the last bits."""
     here, there = environment(), header.environment
     names = ("kvproof", "torch", "platform", "processor", "num_threads")
     pairs = [(name, getattr(there, name), getattr(here, name)) for name in names]
@@ -102,7 +102,7 @@ def _tokenizer(digest: str | None) -> str:
 
 
 class _Replay:
-    """Walks a run line by line; each check yields what is wrong with a line."""
+    """Goes through a run line by line; each check yields the problems of a line."""
 
     def __init__(
         self,
@@ -124,18 +124,18 @@ class _Replay:
         self.rows = rows
         self.bit_identical = True
         self.line = 1
-        self.error = 0.0  #: the largest so far, as measured here
-        self.beyond: dict[int, LineProblem] = {}  #: by step, where the paths differ by more than is declared
+        self.error = 0.0  #: the largest error measured here so far
+        self.beyond: dict[int, LineProblem] = {}  #: by step: paths differ beyond the declared tolerance
 
     def problems(self) -> Iterator[LineProblem]:
-        """Yield every problem, in order of line; what only an audit can tell comes with the line it is of."""
+        """Yield every problem in order of line, including those that only an audit can decide."""
         for problem in self._lines():
             yield from self._audited()
             yield problem
         yield from self._audited()
 
     def _audited(self) -> Iterator[LineProblem]:
-        """Yield the first line at which the paths differ by what an audit does not call rounding."""
+        """Yield the first line at which the paths differ by more than an audit explains as rounding."""
         if not self.beyond:
             return
         report = judged(self.subject, self.run.header.prompt, self.run.returned[: max(self.beyond)])
@@ -149,7 +149,7 @@ class _Replay:
         generator = new_generator(self.policy)
         state = state_of(generator)
         if self.run.steps and (self.from_step or (isinstance(self.policy, Sample) and self.policy.seed is None)):
-            # Entropy started it, or steps that are not derived: there is nothing to hold it to.
+            # Entropy, or steps that are not derived, determined this state, so it cannot be checked.
             state = self.run.steps[self.from_step].generator_before
         pending = self.run.header.prompt
         yield from self._same("prompt_tokens", self.run.header.prompt_tokens, self.subject.decode(pending))
@@ -189,14 +189,14 @@ class _Replay:
         yield from self._same("prompt", header.prompt, ids)
 
     def _reason(self, num_steps: int) -> StopReason | None:
-        """Return which stop rule ends the request after its first steps."""
+        """Return the stop rule that ends the request after its first ``num_steps`` steps, or None."""
         stops, texts = self.run.header.stops, None
         if stops.stop_texts:
             texts = returned_text(self.subject, self.run.header.prompt, self.run.returned[:num_steps])
         return stop_reason(stops, self.run.steps[:num_steps], self.subject.info.context_len, texts)
 
     def _skip(self, step: Step, pending: tuple[int, ...]) -> Iterator[LineProblem]:
-        """Consume a step's tokens as the run did, so that later rows come out to the same bits."""
+        """Consume a step's tokens as the run did, so that later rows are equal to the last bit."""
         yield from self._same("consumed", step.consumed, pending)
         try:
             self.session.extend([pending])
@@ -204,7 +204,7 @@ class _Replay:
             yield self._problem("consumed", step.consumed, str(refusal))
 
     def _step(self, step: Step, index: int) -> Iterator[LineProblem]:
-        """Check a step whose consumed tokens and generator state were checked already."""
+        """Check a step whose consumed tokens and generator state are already checked."""
         try:
             cached = self.session.extend([step.consumed])[0, -1]
         except SessionError as refusal:
@@ -254,7 +254,7 @@ class _Replay:
             yield from self._close(f"logits of {name}", entry.value, float(row[entry.id]), allowed)
 
     def _row(self, index: int, step: Step, row: Tensor) -> Iterator[LineProblem]:
-        """Hold the whole recorded row, where it was kept, to its digest and to the row that follows."""
+        """Check the complete recorded row, if it was saved, against its digest and the derived row."""
         if self.rows is None:
             return
         if index >= len(self.rows):
@@ -271,7 +271,7 @@ class _Replay:
             yield from self._close("gap of full_logits", gap.size, 0.0, self._allowed(row))
 
     def _other(self, step: Step, index: int, row: Tensor, other: Tensor, error: float) -> Iterator[LineProblem]:
-        """Hold the logits of the path that tokens were not chosen from to the recorded ones."""
+        """Compare the recorded logits with those of the path that did not choose the tokens."""
         tolerance = self.tolerance or declared_tolerance(row.dtype)
         allowed = tolerance.allowed(float(other.abs().max()))
         for entry in step.top_logits:
@@ -307,7 +307,7 @@ class _Replay:
         shown = shown_entries(self.subject, choice)
         yield from self._same("ids of probabilities", _ids(step.probabilities), _ids(shown))
         yield from self._same("num_kept", step.num_kept, len(choice.ids))
-        # Softmax changes no probability by more than half the largest change of a logit.
+        # A change of the logits changes a softmax probability by at most half the largest logit change.
         allowed = 0.0 if self.exact else self._allowed(row)
         for entry, derived in zip(step.probabilities, shown, strict=False):
             name = f"probability of {printable(entry.token)}"
@@ -323,7 +323,7 @@ class _Replay:
             return
         reason = self._reason(len(self.run.steps)) if self.run.steps else None
         if reason is None and interrupted:
-            reason = StopReason.INTERRUPTED  # Ctrl-C comes when it comes
+            reason = StopReason.INTERRUPTED  # Ctrl-C can arrive at any step
         yield from self._same("stop_reason", end.stop_reason, reason)
         refusal = None
         if reason is None:
@@ -340,7 +340,7 @@ class _Replay:
             yield from self._same("text", end.text, text)
 
     def _allowed(self, row: Tensor) -> float:
-        """Return how far a value made elsewhere may be from this row's: as far as rounding carries it here."""
+        """Return how far a value computed elsewhere may be from this row's, given the rounding measured here."""
         tolerance = self.tolerance or declared_tolerance(row.dtype)
         return largest((tolerance.allowed(float(row.abs().max())), ROUNDING_FACTOR.value * self.error))
 

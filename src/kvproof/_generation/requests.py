@@ -1,4 +1,4 @@
-"""Generation: a policy applied outside the model, every step on record, several requests in turns."""
+"""Generation: applies a policy outside the model, records every step, and interleaves several requests."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -38,9 +38,9 @@ from kvproof.subjects._base import check_ids
 from kvproof.subjects._cache_values import NO_END
 
 PathName = Literal["cached", "uncached"]
-#: How many of the kept tokens a step records at most, besides the chosen one.
+#: The maximum number of kept tokens that a step records, besides the chosen one.
 NUM_SHOWN = 32
-#: How many tokens a request returns at most, where the caller does not say.
+#: The default maximum number of tokens that a request returns.
 DEFAULT_TOKENS = 128
 _GREEDY = Greedy()
 
@@ -70,16 +70,17 @@ def generate(
 ) -> Run:
     """Generate from a prompt until a stop rule ends the request; return the record.
 
-    ``decoder`` is what `audit` takes. ``prompt`` is token ids, or a text, which with ``chat`` goes through the
-    tokenizer's chat template. ``stops`` defaults to the decoder's own end tokens and `DEFAULT_TOKENS` tokens.
-    Tokens are chosen from the rows of ``path``. With ``margins`` every step computes its row both ways, so that
-    each choice has its measured error and margin verdict; without, one way alone, which is several times faster.
-    ``ledger`` is written line by line, and with ``full_logits`` all rows beside it, as safetensors, at the end.
-    ``keep_partial`` returns what is done when Ctrl-C arrives, marked. ``on_step`` is called after each step.
+    ``decoder`` is any argument that `audit` accepts. ``prompt`` is token ids or a text; with ``chat`` the text
+    goes through the tokenizer's chat template. ``stops`` defaults to the decoder's own end tokens and
+    `DEFAULT_TOKENS` tokens. Tokens are chosen from the rows of ``path``. With ``margins``, every step computes
+    its row on both paths, so that each choice has a measured error and a margin verdict. Without it, a step uses
+    one path, which is several times faster. ``ledger`` is written line by line; with ``full_logits``, all rows
+    are written next to it as safetensors at the end. With ``keep_partial``, Ctrl-C returns the record so far,
+    marked as interrupted. ``on_step`` is called after each step.
 
-    A request that no stop rule ends runs until the context refuses the next token; its record says so and has
-    no stop reason. Raises `UsageError` for a prompt or policy that does not fit the decoder, `SubjectError` where
-    that raises, and `OutputError` where the ledger cannot be written; what is written then stays valid.
+    If no stop rule ends a request, it runs until the context refuses the next token; its record then says so and
+    has no stop reason. Raises `UsageError` for a prompt or policy that does not fit the decoder, `SubjectError`
+    if the decoder raises, and `OutputError` if the ledger cannot be written; lines already written stay valid.
     """
     subject = as_subject(decoder)
     if full_logits and ledger is None:
@@ -101,7 +102,7 @@ def generate(
 
 
 def default_stops(subject: Subject, max_tokens: int = DEFAULT_TOKENS) -> Stops:
-    """Return the stop rules of a request that names none."""
+    """Return the stop rules of a request that specifies none."""
     return Stops(eos_id=subject.eos_ids or None, max_tokens=max_tokens)
 
 
@@ -112,10 +113,11 @@ def serve(
     on_step: "Callable[[Request], None]" = lambda request: None,
     on_end: "Callable[[Request], None]" = lambda request: None,
 ) -> None:
-    """Run requests, one step of each in turns and at most ``batch`` at a time, until all have ended.
+    """Run requests until all have ended: at most ``batch`` at a time, one step of each in turn.
 
-    A request joins as soon as another has left. Each owns its cache and its generator and is fed alone, so
-    what it returns depends on no other request. Ctrl-C ends those that are running, marks them, and comes through.
+    A waiting request starts as soon as another ends. Each owns its cache and its generator and is fed separately,
+    so its result does not depend on other requests. Ctrl-C ends the running requests, marks them as interrupted,
+    and raises `KeyboardInterrupt`.
     """
     if batch < 1:
         raise UsageError(f"batch must be at least 1, not {batch}")
@@ -158,7 +160,7 @@ class Request:
         file: Path | None = None,
         full_logits: bool = False,
     ) -> None:
-        """Start a request; raise `UsageError` where the prompt, the policy or a stop rule does not fit."""
+        """Start a request; raise `UsageError` if the prompt, the policy or a stop rule does not fit."""
         check_request(subject, prompt, policy, stops)
         if full_logits and file is not None and rows_file(file) == file:
             raise UsageError(f"the rows of {file} would stand in that very file: name the ledger otherwise")
@@ -169,7 +171,7 @@ class Request:
         self.margins = margins
         self.prompt = tuple(prompt)
         self.pending = self.prompt
-        #: Every id so far: those of the prompt and those returned.
+        #: All ids so far: the prompt's and the returned ones.
         self.ids = list(self.prompt)
         self.session = subject.session() if margins or path == "cached" else None
         self.generator = new_generator(policy)
@@ -181,7 +183,7 @@ class Request:
         self._write(self.header)
 
     def step(self) -> None:
-        """Consume what is pending, choose one token, and see whether the request ends."""
+        """Consume the pending tokens, choose one token, and check whether the request ends."""
         try:
             row, other = self._rows()
         except ContextError as refusal:
@@ -201,12 +203,12 @@ class Request:
             self._finish(reason, None)
 
     def interrupt(self) -> None:
-        """End here, marked, unless the request has ended."""
+        """End the request and mark it as interrupted, unless it has already ended."""
         if self.end is None:
             self._finish(StopReason.INTERRUPTED, None)
 
     def text(self) -> str | None:
-        """Return the text of the returned tokens as it stands; None without a tokenizer."""
+        """Return the text of the tokens returned so far; None without a tokenizer."""
         return returned_text(self.subject, self.prompt, self.ids[len(self.prompt) :])
 
     def run(self) -> Run:
@@ -214,12 +216,12 @@ class Request:
         return Run(header=self.header, steps=tuple(self.steps), end=self.end)
 
     def close(self) -> None:
-        """Close the ledger as it is; an ended request has closed it."""
+        """Close the unfinished ledger; an ended request has already closed it."""
         if self._lines is not None:
             self._lines.close()
 
     def _rows(self) -> tuple[Tensor, Tensor | None]:
-        """Return the new row of the chosen path, and the other's where margins are measured."""
+        """Return the new row of the path that chooses, and the other path's row if margins are measured."""
         cached = None if self.session is None else self.session.extend([self.pending])[0, -1]
         if self.path == "cached" and not self.margins:
             assert cached is not None
@@ -260,7 +262,7 @@ class Request:
         ranks = isinstance(self.policy, Greedy) and self.policy.repetition_penalty is None
         top = choice.ids if ranks else ranked(row, NUM_TOP)
         error = None if other is None else gap_between(row, other).size
-        first = row[top[:2]]  # without another row, the margin is all there is to know
+        first = row[top[:2]]  # without the other path's row, only the margin is known
         margin, verdict = (
             judge_margin(first, first, 0.0) if other is None else judge_margin(row, other, error or 0.0)
         )
@@ -302,17 +304,17 @@ class Request:
 
 
 def rows_file(ledger: Path) -> Path:
-    """Return the file that holds all rows of a ledger: ``logits`` (step, vocab), in the subject's dtype."""
+    """Return the path of the file with all rows of a ledger: ``logits`` (step, vocab), in the subject's dtype."""
     return ledger.with_suffix(".safetensors")
 
 
 def transformers_version() -> str | None:
-    """Return the version of transformers, where it is loaded."""
+    """Return the version of transformers if it is loaded, or None."""
     return version("transformers") if "transformers" in sys.modules else None
 
 
 def check_request(subject: Subject, prompt: Sequence[int], policy: Policy, stops: Stops) -> None:
-    """Raise `UsageError`, or `TokenError` for ids, where a request does not fit the subject."""
+    """Raise `UsageError`, or `TokenError` for ids, if a request does not fit the subject."""
     info = subject.info
     check_ids(prompt, info)
     if len(prompt) > info.context_len:
@@ -334,22 +336,22 @@ def check_request(subject: Subject, prompt: Sequence[int], policy: Policy, stops
 
 
 def entries(subject: Subject, ids: Tensor, values: Tensor) -> tuple[Entry, ...]:
-    """Return the named entries of a row (vocab,)."""
+    """Return the entries of a row (vocab,) for ``ids``, with the text of each token."""
     pairs = zip(ids.tolist(), values[ids].tolist(), strict=True)
     return tuple(Entry(id=i, token=subject.token(i), value=value) for i, value in pairs)
 
 
 def shown_entries(subject: Subject, choice: Choice) -> tuple[Entry, ...]:
-    """Return the `NUM_SHOWN` most likely tokens that were kept, and the chosen one, in the policy's order."""
+    """Return the `NUM_SHOWN` most likely kept tokens, and the chosen one, in the policy's order."""
     places = set(ranked(choice.probabilities, NUM_SHOWN).tolist()) | {choice.draw or 0}
     kept = [(int(choice.ids[i]), float(choice.probabilities[i])) for i in sorted(places)]
     return tuple(Entry(id=i, token=subject.token(i), value=value) for i, value in kept)
 
 
 def returned_text(subject: Subject, prompt: Sequence[int], returned: Sequence[int]) -> str | None:
-    """Return what the returned tokens add to the prompt's text; None without a tokenizer.
+    """Return the text that the returned tokens add to the prompt's text; None without a tokenizer.
 
-    Some tokenizers leave out a space at the start of a text, so the text as a whole is taken where it can be.
+    Some tokenizers drop a space at the start of a text, so if possible the whole text is decoded together.
     """
     before = subject.text(prompt)
     whole = subject.text((*prompt, *returned))
@@ -369,7 +371,7 @@ def ended_text(
 
 
 def before_stop(text: str, stop_texts: Sequence[str]) -> str:
-    """Return a text up to the first stop text in it."""
+    """Return the part of a text before the first stop text."""
     places = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
     return text[: min(places, default=len(text))]
 
@@ -377,7 +379,7 @@ def before_stop(text: str, stop_texts: Sequence[str]) -> str:
 def stop_reason(
     stops: Stops, steps: Sequence[Step], context_len: int, text: str | None = None
 ) -> StopReason | None:
-    """Return why a request ends after its newest step, or None if it goes on; ``text`` is what it returned."""
+    """Return why a request ends after its newest step, or None if it continues; ``text`` is its output so far."""
     newest = steps[-1]
     if newest.chosen in stops.eos_ids:
         return StopReason.EOS
@@ -393,9 +395,9 @@ def stop_reason(
 
 
 def first_difference(cached: Run, uncached: Run, tolerance: Tolerance) -> Divergence | None:
-    """Return where two runs of one policy part, and whether the logits or the policy parted them.
+    """Return where two runs of one policy diverge, and whether the logits or the policy are the cause.
 
-    Up to there both consumed the same tokens, so the step's measured error is the gap of the logits.
+    Up to that step both consumed the same tokens, so the step's measured error is the gap of the logits.
     """
     for step, other in zip(cached.steps, uncached.steps, strict=False):
         if step.chosen == other.chosen:

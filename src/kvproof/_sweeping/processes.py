@@ -23,9 +23,9 @@ class ProcessRunner(Runner):
         self.limit_s = limit_s
 
     def run(self, jobs: Sequence[Job], work: Work) -> Generator[JobOutcome, None, None]:
-        """Yield outcomes as jobs end: the reason for ``crashed`` names the signal or the exit status.
+        """Yield outcomes as jobs end. The reason for ``crashed`` names the signal or the exit status.
 
-        Raises `KvproofError` if the system starts no further process.
+        Raises `KvproofError` if the system cannot start another process.
         """
         waiting = list(reversed(jobs))
         running: dict[Child, Job] = {}
@@ -50,7 +50,7 @@ def _end_job(job: Job, child: Child, children: Children) -> JobOutcome:
         message = None
     end = children.end(child)
     if message is None and end.signal == signal.SIGINT:
-        raise KeyboardInterrupt  # another run would not end like this
+        raise KeyboardInterrupt  # the job did not fail: the user interrupted it
     died = Ending.TIMED_OUT if end.is_timeout else Ending.CRASHED
     ending, text, reason = message or (died, None, end.cause)
     return JobOutcome(job=job, ending=ending, text=text, reason=reason, wall_s=end.wall_s, peak_mb=end.peak_mb)

@@ -21,7 +21,7 @@ class JobOutcome:
     text: str | None  #: what the work returned, if it finished
     reason: str | None  #: why it did not finish, on one line
     wall_s: float
-    peak_mb: float  #: of the resident memory of the process that ran it, in 10^6 bytes
+    peak_mb: float  #: peak resident memory of the process that ran it, in 10^6 bytes
 
 
 class Runner(ABC):
@@ -31,8 +31,8 @@ class Runner(ABC):
     def run(self, jobs: Sequence[Job], work: Work) -> Generator[JobOutcome, None, None]:
         """Yield one outcome for each job, in the order in which the jobs end.
 
-        What a job raises or dies of becomes its outcome and does not affect other jobs. Closing the generator, or
-        a `KeyboardInterrupt`, ends the running jobs and yields nothing for them.
+        An exception or crash of a job becomes its outcome and does not affect other jobs. Closing the generator,
+        or a `KeyboardInterrupt`, ends the running jobs and yields nothing for them.
         """
 
 

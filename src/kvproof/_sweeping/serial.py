@@ -12,7 +12,7 @@ class SerialRunner(Runner):
     """Runs each job in this process: no job is isolated or has a time limit, but a debugger sees everything."""
 
     def run(self, jobs: Sequence[Job], work: Work) -> Generator[JobOutcome, None, None]:
-        """Yield an outcome for each job, in order; the peak of memory is this process's so far."""
+        """Yield an outcome for each job, in order. The memory peak is that of this process so far."""
         for job in jobs:
             start = perf_counter()
             ending, text, reason = attempt(work, job)

@@ -1,4 +1,4 @@
-"""Keeps the finished groups of a sweep on the disk, so that an interrupted sweep can be resumed."""
+"""Stores the finished groups of a sweep on disk, so that an interrupted sweep can be resumed."""
 
 import dataclasses
 import json
@@ -37,10 +37,10 @@ class Store:
         self.groups = groups
 
     def append(self, record: StoreHeader | Group) -> None:
-        """Write one line to the disk before returning; raise `OutputError` if that fails."""
+        """Write one line to disk before returning; raise `OutputError` if that fails."""
         line = json.dumps(to_plain(record), allow_nan=False).encode() + b"\n"
         try:
-            # One unbuffered call: a signal arrives before or after it, and no half line is left in a buffer.
+            # One unbuffered call: a signal arrives before or after it, so no partial line is left in a buffer.
             num_bytes = self.file.write(line)
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -53,7 +53,7 @@ class Store:
 def open_store(
     folder: Path, conditions: Conditions, *, fresh: bool, on_note: Callable[[str], None]
 ) -> Iterator[Store]:
-    """Open the folder's file of groups, create both if they are missing, and keep other sweeps out.
+    """Open the folder's file of groups, create both if they are missing, and lock out other sweeps.
 
     A half-written last line is removed and reported to ``on_note``. Raises `UsageError` and `OutputError` as
     `sweep` does.
@@ -81,7 +81,7 @@ def open_store(
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Refuse a folder that another sweep writes to. This process alone holds the lock, not its children."""
+    """Refuse a folder that another sweep writes to. Only this process holds the lock, not its children."""
     try:
         import fcntl
     except ImportError:  # a system without such locks

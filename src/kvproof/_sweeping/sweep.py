@@ -1,7 +1,7 @@
-"""Sweeps: many independent audits that can be interrupted and resumed, and that end in one table.
+"""Sweeps: many independent audits that can be interrupted and resumed, and that produce one table.
 
-Every group that ends is a line of ``cells.jsonl``, on the disk before the next one counts. A sweep that was
-killed resumes from there, and ``sweep.json`` and ``sweep.md`` hold the groups of all its runs.
+Every group that ends becomes a line of ``cells.jsonl``, written to disk before the next one counts. A sweep that
+was killed resumes from there, and ``sweep.json`` and ``sweep.md`` hold the groups of all its runs.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def list_all_types() -> tuple[str, ...]:
 
 
 def current_conditions(*, length: int, seed: int, only: Sequence[str], without: Sequence[str]) -> Conditions:
-    """Return what a sweep runs under here; raise `UsageError` for an unknown scenario."""
+    """Return the conditions of a sweep on this machine; raise `UsageError` for an unknown scenario."""
     # The scenarios have the same names at any length.
     if not select(catalogue(range(8), range(8)), only=only, without=without):
         raise UsageError("a sweep needs at least one scenario, but all are skipped")
@@ -82,11 +82,11 @@ def audit_job(
     without: Sequence[str] = (),
     on_stage: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Load the target of one job and audit it in the scenarios that were asked for, with one thread.
+    """Load the target of one job and audit it in the selected scenarios, with one thread.
 
-    Raises `UsageError` for a target that does not exist, cannot be built, or does not accept so long a sequence.
+    Raises `UsageError` for a target that does not exist, cannot be built, or does not accept sequences this long.
     """
-    # More threads only wait for each other: on small tensors, and where jobs run side by side.
+    # More threads do not help on small tensors, or when several jobs run at once.
     with use_one_thread():
         on_stage(f"loading {job.target}")
         subject = load_target(job.target, LoadOptions(dtype=job.dtype, seed=job.seed, attention=job.attention))
@@ -104,7 +104,7 @@ def audit_to_json(job: Job, *, only: Sequence[str] = (), without: Sequence[str] 
 
 
 class _Timer:
-    """Measures how long each stage of an audit takes, and the peak of memory at its end."""
+    """Measures how long each stage of an audit takes, and the memory peak at its end."""
 
     def __init__(self) -> None:
         self.stages: dict[str, tuple[float, float]] = {}
@@ -135,7 +135,7 @@ def _make_cell(job: Job, result: ScenarioResult, timer: _Timer) -> Cell:
 
 
 def _sentence(result: ScenarioResult) -> str | None:
-    """Say what went wrong and where, or in which row the verdict was reached, or why nothing was compared."""
+    """Return what went wrong and where, or which row decided the verdict, or why nothing was compared."""
     divergence = result.divergence
     if divergence is not None:
         ways = f" {result.four_ways.sentence}" if result.four_ways is not None else ""
@@ -152,7 +152,7 @@ class SweepOptions:
     dtypes: Sequence[str] = ("float32",)
     attentions: Sequence[str] = ("eager",)
     length: int = 28  #: tokens per sequence
-    seed: int = 0  #: of weights and tokens
+    seed: int = 0  #: for weights and tokens
     only: Sequence[str] = ()  #: scenarios to run; if empty, all
     without: Sequence[str] = ()  #: scenarios to skip
     num_jobs: int | None = None  #: processes at a time; by default one per core
@@ -168,7 +168,7 @@ def sweep_targets(
     on_group: Callable[[int, int], None] = lambda num_ended, total: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Audit targets, each in a process of its own; see `sweep`.
+    """Audit targets, each in its own process; see `sweep`.
 
     On a system that cannot fork, audits run one after another in this process, without a time limit.
     """
@@ -212,8 +212,8 @@ def sweep(
     """Run the jobs that have no group in ``folder`` yet, and write the table of all jobs there.
 
     ``on_group`` receives the number of groups that have ended and the total, at the start and whenever a group
-    ends. A group that timed out is run again if ``limit_s`` gives it more time than it had. ``fresh`` discards
-    what the folder holds; ``on_note`` receives what was wrong with it. ``work`` defaults to an audit.
+    ends. A group that timed out is run again if ``limit_s`` gives it more time than before. ``fresh`` discards
+    the contents of the folder; ``on_note`` receives problems with them. ``work`` defaults to an audit.
 
     Raises `UsageError` if the folder holds a sweep under other conditions or is in use, and `OutputError` if it
     cannot be written to. On Ctrl-C the table holds the groups that have ended, and `KeyboardInterrupt` is raised.
@@ -261,7 +261,7 @@ def _make_table(jobs: Sequence[Job], conditions: Conditions, done: dict[Job, Gro
     return Sweep(
         schema_version=VERSION.major,
         schema_minor=VERSION.minor,
-        environment=dataclasses.replace(environment(), num_threads=1),  # as the jobs ran
+        environment=dataclasses.replace(environment(), num_threads=1),  # as in the jobs
         conditions=conditions,
         num_groups_asked=len(jobs),
         groups=tuple(done[job] for job in jobs if job in done),

@@ -1,7 +1,7 @@
-"""Forks processes that each run a function, limits and kills them, and names what each died of.
+"""Forks processes that each run a function, limits and kills them, and reports why each one died.
 
-Children share what the parent has computed and imported. A thread of the parent does not exist in them: a child
-waits forever for a pool of threads that the parent has used, unless it computes with one thread.
+Children share what the parent has computed and imported. The parent's threads do not exist in them: a child that
+uses a thread pool that the parent has used waits forever, so it must compute with one thread.
 """
 
 import math
@@ -29,9 +29,9 @@ from kvproof.errors import KvproofError
 Channel: TypeAlias = "Connection[Any, Any]"
 
 _PARENT_CHECK_S = 1.0
-#: A signal that another thread receives does not end a wait in this one, so each wait is at most this long.
+#: The maximum length of one wait, because a signal that another thread receives does not end it.
 _SIGNAL_CHECK_S = 1.0
-_GRACE_S = 10.0  #: after its limit, a child that the parent has not killed is killed by its own alarm
+_GRACE_S = 10.0  #: how long after its limit a child's own alarm kills it if the parent has not
 _TAIL_BYTES = 4096  #: how much of a child's output is searched for its last line
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
@@ -68,7 +68,7 @@ class Exit:
     signal: int | None
     is_timeout: bool
     wall_s: float
-    peak_mb: float  #: of its resident memory, in 10^6 bytes
+    peak_mb: float  #: peak resident memory, in 10^6 bytes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class Children:
     """
 
     own_group: bool = False  #: each child leads a process group and is killed with everything that it has started
-    capture_output: bool = False  #: output stays off the terminal; the last line of it is part of `Exit.cause`
+    capture_output: bool = False  #: keep output off the terminal; its last line becomes part of `Exit.cause`
     limit_s: float = math.inf  #: `wait` returns a child that has run for longer
     _running: list[Child] = field(default_factory=list, init=False)
 
@@ -103,17 +103,17 @@ class Children:
     def start(self, work: Callable[[Channel], None]) -> Child:
         """Fork a child that calls ``work`` with its end of a channel and then exits, whatever ``work`` raises.
 
-        Raises `KvproofError` if the system starts no further process.
+        Raises `KvproofError` if the system cannot start another process.
         """
         with ExitStack() as undo, delay_interrupt(), warnings.catch_warnings():
-            # Newer Pythons warn of forking beside other threads, such as the one that draws a progress bar.
+            # Newer Pythons warn about forking while other threads run, such as the one that draws a progress bar.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 output = undo.enter_context(tempfile.TemporaryFile()) if self.capture_output else None
                 channel, far_end = Pipe()
                 undo.callback(channel.close)
                 with far_end:
-                    _flush_output()  # or the child writes it once more
+                    _flush_output()  # or the child writes it again
                     parent, pid = os.getpid(), os.fork()
                     if pid == 0:
                         channel.close()
@@ -143,7 +143,7 @@ class Children:
         """Kill a child if it still runs, reap it, and say how it ended."""
         with delay_interrupt():
             wall_s = monotonic() - child.start
-            with suppress(ProcessLookupError, PermissionError):  # some systems refuse if all have ended already
+            with suppress(ProcessLookupError, PermissionError):  # some systems raise if all have already ended
                 (os.killpg if self.own_group else os.kill)(child.pid, signal.SIGKILL)
             _, status, usage = os.wait4(child.pid, 0)
             self._running.remove(child)
@@ -165,10 +165,10 @@ class Children:
     def _run_child(
         self, work: Callable[[Channel], None], channel: Channel, output: IO[bytes] | None, parent: int
     ) -> NoReturn:
-        """Call the work in the child and exit: never return into what the parent was doing."""
+        """Call the work in the child and exit, without ever returning to the parent's code."""
         status = 1
         try:
-            # In a group of its own, a child is reached only by an interrupt that is meant for it.
+            # A child in its own group receives only interrupts that are sent to it.
             signal.signal(signal.SIGINT, signal.SIG_DFL if self.own_group else signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGALRM})
             if self.own_group:
@@ -199,7 +199,7 @@ def send_result(channel: Channel, work: Callable[[], object]) -> None:
     try:
         is_error, value = False, work()
     except Exception as error:
-        error.add_note(f"in a child process:\n{traceback.format_exc()}")  # its cause is lost on the way
+        error.add_note(f"in a child process:\n{traceback.format_exc()}")  # pickling loses its cause
         is_error, value = True, error
     try:
         data = pickle.dumps((is_error, value))
@@ -212,7 +212,7 @@ def send_result(channel: Channel, work: Callable[[], object]) -> None:
 
 
 def take_result(sent: tuple[bool, Any]) -> Any:
-    """Return or raise in the parent what `send_result` has sent and `Child.receive` has received."""
+    """Return or raise in the parent what `send_result` sent and `Child.receive` received."""
     is_error, value = sent
     if is_error:
         raise value
@@ -220,7 +220,7 @@ def take_result(sent: tuple[bool, Any]) -> Any:
 
 
 def _exit_with_parent(parent: int, own_group: bool) -> None:
-    """End this process, and the group that it leads, when its parent is gone, however that ended."""
+    """End this process, and the group that it leads, when its parent has died for any reason."""
     while os.getppid() == parent:
         sleep(_PARENT_CHECK_S)
     if own_group:
@@ -230,12 +230,12 @@ def _exit_with_parent(parent: int, own_group: bool) -> None:
 
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError, OSError):  # there is none, or it is closed, or full
+        with suppress(AttributeError, ValueError, OSError):  # it is missing or closed, or the disk is full
             stream.flush()
 
 
 def _last_line(output: IO[bytes]) -> str:
-    """Return the last line of a child's output that is not blank, or nothing."""
+    """Return the last line of a child's output that is not blank, or an empty string."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
     lines = output.read().decode("utf-8", "replace").splitlines()
     return next((line for line in reversed(lines) if line.strip()), "")

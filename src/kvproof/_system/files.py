@@ -30,7 +30,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class LineFile:
-    """A file that grows by complete lines, each passed to the system at once: a kill loses no earlier line."""
+    """A file that grows by complete lines. Each goes to the system at once, so a kill loses no earlier line."""
 
     def __init__(self, path: Path) -> None:
         """Create the file or empty it; raise `OutputError`, which names the path, if that fails."""
@@ -42,7 +42,7 @@ class LineFile:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
     def write(self, line: str) -> None:
-        """Append a line; if the disk is full, remove the part that was written and raise `OutputError`."""
+        """Append a line; if the disk is full, remove the partial line and raise `OutputError`."""
         data = memoryview(f"{line}\n".encode())
         done = 0
         try:

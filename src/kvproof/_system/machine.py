@@ -50,7 +50,7 @@ def use_one_thread() -> AbstractContextManager[None]:
 
 @contextmanager
 def delay_interrupt() -> Iterator[None]:
-    """Let Ctrl-C wait until the block is done; outside the main thread, which alone it interrupts, do nothing."""
+    """Delay Ctrl-C until the block is done. Does nothing outside the main thread, the only one it interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """Computes independent results in forked processes that share what this process has computed.
 
-Small calls use one core however many threads they are given: on SmolLM2-135M a decoding step takes as long with
-two threads as with one, while two processes each take as many steps as one does alone.
+Small calls use one core regardless of the number of threads: on SmolLM2-135M a decoding step takes as long with
+two threads as with one, while two processes run twice as many steps in the same time as one.
 """
 
 import sys
@@ -21,13 +21,13 @@ R = TypeVar("R")
 def map_in_processes(work: Callable[[int], R], num: int, jobs: int = 1) -> Iterator[R]:
     """Yield ``work(0)`` to ``work(num - 1)``, in this order, computed by ``jobs`` processes at a time.
 
-    With one job, this process computes each result when it is asked for. With more, processes with one torch
-    thread each are forked when the first result is asked for: they start from what this process knows then, and
-    send back only their results, which must be picklable. What ``work`` raises is raised here in its turn, with
-    its traceback as a note. Ending the iteration early kills the processes at once.
+    With one job, this process computes each result on request. With more, the first request forks processes with
+    one torch thread each. They start from this process's state at that time, and send back only their results,
+    which must be picklable. An exception in ``work`` is raised here when its result is due, with its traceback as
+    a note. Ending the iteration early kills the processes at once.
 
-    Raises `UsageError` where the system cannot fork or what this process holds must not be forked, and
-    `KvproofError` when a process dies.
+    Raises `UsageError` if the system cannot fork or this process's state must not be forked, and `KvproofError`
+    if a process dies.
     """
     check_jobs(jobs)
     if jobs == 1 or num < 2:
@@ -72,13 +72,13 @@ def default_jobs(*, may_fork: bool) -> int:
 
 
 def can_fork() -> bool:
-    """Return whether a fork of this process can go on computing: on other systems libraries break."""
+    """Return whether a fork of this process can keep computing. On systems besides Linux, libraries break."""
     return sys.platform == "linux" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _serve(work: Callable[[int], Any], channel: Channel) -> None:
-    """Send the result of each number that the parent sends, until the parent closes the channel."""
-    torch.set_num_threads(1)  # the threads of the parent's pools do not exist here
+    """Send the result for each number that the parent sends, until the parent closes the channel."""
+    torch.set_num_threads(1)  # the threads of the parent's pools do not exist in this process
     with suppress(EOFError):
         while True:
             number = channel.recv()
