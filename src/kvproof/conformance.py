@@ -1,8 +1,8 @@
-"""Does an adapter keep what the seam asks of it? One call for whoever writes a `Subject`.
+"""Checks that an adapter keeps the promises of the `Subject` interface. For authors of a `Subject`.
 
-An audit takes an adapter at its word: that a fork shares nothing, that a tap's value is what the decoder goes
-on with. Where that is not so, an audit's findings would be the adapter's doing. `check` holds an adapter to its
-word, one ability at a time, on a few tokens.
+An audit trusts the adapter: for example, that a fork shares nothing, and that the decoder continues with the
+value that a tap returns. If that is not true, the audit reports the adapter's bugs as the decoder's. `check`
+tests each promise, one ability at a time, on a few tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,19 +20,19 @@ from kvproof.scenarios import Ability
 from kvproof.subjects import Session, Subject, as_subject
 
 _NUM_TOKENS = 8
-#: A gap of so many times the declared tolerance is no rounding of the same calls in another order.
+#: A gap beyond this many times the declared tolerance is not rounding from the same calls in another order.
 _FACTOR = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One promise of an adapter, and whether it keeps it."""
+    """One promise of an adapter, and whether the adapter keeps it."""
 
     promise: str
-    problem: str | None  #: None where it is kept
+    problem: str | None  #: None if the promise is kept
 
     def __str__(self) -> str:
-        """Return it in a line."""
+        """Return the result on one line."""
         return f"{'kept' if self.problem is None else 'BROKEN'}: {self.promise}" + (
             f": {self.problem}" if self.problem else ""
         )
@@ -40,30 +40,30 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conformance:
-    """What came of every promise that the declared abilities make."""
+    """The results for all promises that the declared abilities make."""
 
     name: str
     checks: tuple[Check, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether all are kept."""
+        """Whether all promises are kept."""
         return all(check.problem is None for check in self.checks)
 
     def __str__(self) -> str:
-        """Return one line for each, the broken ones first."""
+        """Return one line for each promise, broken ones first."""
         ordered = sorted(self.checks, key=lambda check: check.problem is None)
         return "\n".join((f"{self.name}:", *map(str, ordered)))
 
 
 class _Broken(Exception):
-    """A promise that is not kept, and how that was seen."""
+    """A promise that is not kept, and the evidence."""
 
 
 def check(decoder: object) -> Conformance:
-    """Hold an adapter to what it declares; ``decoder`` is what `audit` takes.
+    """Check an adapter against what it declares; ``decoder`` is any argument that `audit` accepts.
 
-    Raises `UsageError` where it is no decoder, or its context holds fewer than 4 tokens.
+    Raises `UsageError` if it is not a decoder, or its context holds fewer than 4 tokens.
     """
     subject = as_subject(decoder)
     examiner = _Examiner(subject)
@@ -87,7 +87,7 @@ def _checked(promise: str, run: Callable[[], None]) -> Check:
 
 
 class _Examiner:
-    """A few tokens of two sequences, and what the uncached path makes of them."""
+    """Tests promises on two short sequences of tokens."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -97,7 +97,7 @@ class _Examiner:
         self.tolerance = declared_tolerance(getattr(torch, subject.info.dtype))
 
     def promises(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield what the seam and each declared ability promise, with what tries it."""
+        """Yield each promise of the interface and of the declared abilities, with the function that tests it."""
         yield "rows are of the declared dtype, and the same each time", self._rows
         yield "tokens past the context are refused, and nothing is changed by that", self._context
         yield "sessions do not affect each other", self._sessions
@@ -143,7 +143,7 @@ class _Examiner:
                 f"{self.subject.info.context_len}"
             )
         if self.subject.info.context_len > len(self.a):
-            return  # filling a long context to its end is what the scenario of that name is for
+            return  # the context end scenario fills long contexts
         session = self.subject.session()
         session.extend([self.a])
         try:

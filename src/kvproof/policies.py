@@ -1,23 +1,23 @@
 """Generation policies as plain values: how the next token is chosen from a row of logits.
 
-A policy knows no model and holds no state. The generator that a seeded policy draws from belongs to the
+A policy is independent of any model and holds no state. The generator that a policy draws from belongs to the
 request, and its state is recorded at every step.
 
-The transformations stand in one order, which is that of transformers:
+The transformations apply in a fixed order, the same as in transformers:
 
-1. ``repetition_penalty``: the logit of each token that the prompt or the returned tokens hold is divided by it
-   where it is positive, and multiplied where it is negative;
-2. ``temperature``: logits are divided by it;
-3. ``top_k``: the ``top_k`` largest logits stay; of equal ones at the border, those with the lowest ids;
-4. ``top_p``: the most likely tokens stay, as few as together reach this probability; of equal ones at the
-   border, those of the lowest ids;
-5. ``min_p``: what is less likely than this part of the most likely token's probability goes;
-6. ``typical_p``: the tokens stay whose surprise (minus the log of their probability) is nearest to the entropy,
-   as few as together reach this probability, and all that are as near as the last of them;
-7. softmax in float32.
+1. ``repetition_penalty``: for each token in the prompt or among the returned tokens, divide the logit by the
+   penalty if it is positive, and multiply it if it is negative.
+2. ``temperature``: divide the logits by it.
+3. ``top_k``: keep the ``top_k`` largest logits. Among equal logits at the cutoff, keep those with the lowest ids.
+4. ``top_p``: keep the smallest set of most likely tokens whose total probability reaches this value. Among equal
+   ones at the cutoff, keep those with the lowest ids.
+5. ``min_p``: drop tokens less likely than this fraction of the most likely token's probability.
+6. ``typical_p``: keep the tokens whose surprise (minus the log of their probability) is nearest to the entropy:
+   the smallest set whose total probability reaches this value, and all tokens as near as the last of them.
+7. Softmax in float32.
 
-Each of the rules 4 to 6 sees the probabilities of what the rules before it left. All of them keep the most
-likely token, but for ``typical_p``, which keeps the most typical one.
+Rules 4 to 6 each use the probabilities of the tokens that the previous rules kept. All of them keep the most
+likely token, except ``typical_p``, which keeps the most typical one.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from kvproof.errors import UsageError
 class Greedy:
     """Take the most likely token.
 
-    ``tie`` names the rule for equal logits: the lowest token id wins. None leaves the penalty out.
+    ``tie`` names the rule for equal logits: the lowest token id wins. None disables the penalty.
     """
 
     kind: Literal["greedy"] = "greedy"
@@ -43,14 +43,14 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Draw one token of those that the transformations leave, in the order that the module's page gives.
+    """Draw one of the tokens that remain after the transformations, in the order that the module documents.
 
-    What is left is put in order of token id and drawn from once with ``torch.multinomial``, by the request's own
-    generator on the CPU. The order of token id makes the draw independent of which of two near-equal logits
-    ended a hair higher. None leaves a rule out.
+    The remaining tokens are sorted by id, and ``torch.multinomial`` draws once, with the request's own generator
+    on the CPU. Sorting by id makes the draw independent of which of two nearly equal logits is slightly larger.
+    None disables a rule.
 
-    ``seed`` starts the request's generator. Without one, the system's entropy does, and the run cannot be
-    repeated from its policy.
+    ``seed`` seeds the request's generator. Without it, the system's entropy does, and the run cannot be repeated
+    from its policy.
     """
 
     kind: Literal["sample"] = "sample"
@@ -63,7 +63,7 @@ class Sample:
     seed: int | None
 
     def __post_init__(self) -> None:
-        # Beyond this range float32 logits divided by the temperature are all equal, or none but the largest is 0.
+        # Outside this range, float32 logits divided by the temperature are all equal, or only the largest is 0.
         if not 1e-30 <= self.temperature <= 1e30:
             raise UsageError(f"temperature must lie in 1e-30..1e30, not {self.temperature}; or use Greedy()")
         if self.top_k is not None and self.top_k < 1:
@@ -89,10 +89,11 @@ Policy = Greedy | Sample
 class Stops:
     """When a request ends.
 
-    ``eos_id`` ends it when that token, or one of several, is returned, and ``stop_ids`` when one of these is;
-    ``stop_texts`` when the text of the returned tokens holds one of these, across the borders of tokens;
-    ``context`` when the last position is consumed, so that the token returned there cannot be fed back;
-    ``max_tokens`` counts returned tokens. When several apply at once, the one that stands first here is recorded.
+    ``eos_id`` ends the request when that token, or one of several, is returned, and ``stop_ids`` when one of
+    these is returned; ``stop_texts`` when the text of the returned tokens contains one of these, even across
+    tokens; ``context`` when the last position is consumed, so that the token returned there cannot be fed back;
+    ``max_tokens`` when that many tokens are returned. If several apply at once, the record names the first of
+    them in this order.
     """
 
     eos_id: int | tuple[int, ...] | None = None

@@ -1,6 +1,6 @@
-"""Hypothesis strategies for programs: needs ``kvproof[hypothesis]``.
+"""Hypothesis strategies for programs. Requires ``kvproof[hypothesis]``.
 
-Property tests of a decoder of one's own draw programs with them; Hypothesis shrinks what fails.
+Use them in property tests of your own decoder to draw programs; Hypothesis shrinks the ones that fail.
 """
 
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from kvproof.subjects import Subject, limits_of
 
 @st.composite
 def programs(draw: st.DrawFn, subject: Subject, max_len: int | None = None) -> Scenario:
-    """Draw a program of operations on one or more sessions, each of them legal on the subject where it stands.
+    """Draw a program of operations on one or more sessions, each of which is legal at its place on the subject.
 
     Sessions hold at most ``max_len`` tokens, by default the whole context. At least one row is compared.
     """

@@ -1,8 +1,8 @@
-"""The reference system's decoder: small enough to check by hand, complete enough to be a decoder.
+"""The reference system's decoder: small enough to check by hand, but a complete decoder.
 
-Read `decoder` for the model, `cache` for what incremental decoding keeps, `corpus` for the four patterns
-it learns, `training` for the recipe and `checkpoint` for the frozen result. Nothing here knows the rest
-of kvproof: the seam's adapter stands outside.
+See `decoder` for the model, `cache` for what incremental decoding keeps, `corpus` for the four patterns that it
+learns, `training` for the recipe and `checkpoint` for the frozen result. Nothing here depends on the rest of
+kvproof: the adapter is in `kvproof.subjects`.
 """
 
 from kvproof.reference.cache import Append, DecoderCache, LayerCache

@@ -1,8 +1,8 @@
 """What incremental decoding keeps: for each layer, the keys and values of every consumed token.
 
-Caches are values. An append makes a new one and leaves the old one alone, so a call that fails half-way
+Caches are values. An append creates a new one and does not change the old one, so a call that fails halfway
 changes nothing, and a fork is an assignment. One call to the decoder is one `Append`: every layer appends
-exactly once, in order, and `Append.finish` refuses a cache in which one of them did not.
+exactly once, in order, and `Append.finish` raises if a layer did not.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,16 +28,16 @@ class LayerCache:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that both tensors' elements take."""
+        """The size of both tensors' elements, in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderCache:
-    """All layers' caches of one request.
+    """The caches of all layers for one request.
 
-    ``num_consumed`` counts the tokens that the request has consumed, which every layer must hold. Without
-    ``counts_entries``, as in most decoders, nothing checks that they do.
+    ``num_consumed`` is the number of tokens that the request has consumed; every layer must hold that many.
+    Without ``counts_entries``, as in most decoders, nothing checks this.
     """
 
     request: str
@@ -54,7 +54,7 @@ class DecoderCache:
         return cls(request, tuple(LayerCache(request, i, nothing, nothing) for i in range(num_layers)), 0)
 
     def check(self) -> None:
-        """Raise `CacheError` unless each layer holds its own entries of this request, one a token."""
+        """Raise `CacheError` unless each layer holds its own entries of this request, one per token."""
         for index, layer in enumerate(self.layers):
             if layer.request != self.request:
                 raise CacheError(
@@ -84,19 +84,19 @@ class DecoderCache:
         return replace(self, layers=tuple(layers))
 
     def owned_by(self, request: str) -> "DecoderCache":
-        """Return the same entries as another request's own; tensors are shared and never written to."""
+        """Return the same entries, owned by another request. Tensors are shared and never written to."""
         layers = (LayerCache(request, c.layer, c.keys, c.values) for c in self.layers)
         return replace(self, request=request, layers=tuple(layers))
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all layers' keys and values."""
+        """The size of all layers' keys and values, in bytes."""
         return sum(layer.num_bytes for layer in self.layers)
 
 
 @dataclass(slots=True)
 class Append:
-    """One decoder call's appends to a cache: each layer once, in order, ``num_new`` entries each."""
+    """The appends of one decoder call: each layer appends ``num_new`` entries once, in order."""
 
     cache: DecoderCache
     num_new: int
@@ -111,9 +111,9 @@ class Append:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Float[Tensor, "batch head slot head_dim"], Float[Tensor, "batch head slot head_dim"]]:
-        """Append a layer's new keys and values, (batch, head, new, head_dim) each; return all of its own.
+        """Append a layer's new keys and values, (batch, head, new, head_dim) each; return all of the layer's.
 
-        Raises `CacheError` naming the layer for a call out of turn, other axes, or another dtype.
+        Raises `CacheError` naming the layer for a call out of order, a wrong shape, or a wrong dtype.
         """
         self._check_turn(layer)
         old = self.cache.layers[layer]

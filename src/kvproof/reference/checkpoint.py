@@ -1,7 +1,7 @@
 """Checkpoints: safetensors with configuration, corpus, seed and digest in the metadata.
 
-Loading runs nothing from the file. A file that is truncated, altered, from elsewhere or of another
-configuration is refused before a decoder exists.
+Loading runs no code from the file. A file that is truncated, altered, from another source or of another
+configuration is refused before a decoder is created.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ FORMAT = "kvproof-reference-1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A frozen decoder with what it was made from: the seed, and the loss (nats) it ended at."""
+    """A frozen decoder, with the seed of its training and its final loss (nats)."""
 
     decoder: Decoder
     seed: int
@@ -35,12 +35,12 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """The digest of the weights as they are now."""
+        """The digest of the current weights."""
         return weights_digest(self.decoder)
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write the checkpoint; an existing file is replaced whole or not at all. Raises `OutputError`."""
+    """Write the checkpoint; an existing file is replaced completely or not at all. Raises `OutputError`."""
     decoder = checkpoint.decoder
     metadata = {
         "format": FORMAT,
@@ -58,7 +58,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
 def load_checkpoint(path: Path, config: DecoderConfig | None = None) -> Checkpoint:
     """Read and verify a checkpoint; ``config`` is the configuration that it must have.
 
-    Raises `CheckpointError` naming the file and what is wrong with it.
+    Raises `CheckpointError` naming the file and the problem.
     """
     metadata, tensors = _read(path)
     stored, seed, loss = _checked_metadata(path, metadata)
@@ -103,7 +103,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _checked_metadata(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], int, float]:
-    """Return the stored configuration, seed and loss, once format, corpus and the metadata's digest agree."""
+    """Return the stored configuration, seed and loss, after checking format, corpus and metadata digest."""
     if metadata.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is not a checkpoint of the reference decoder: its metadata has format "

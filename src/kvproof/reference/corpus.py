@@ -1,8 +1,8 @@
 """The corpus of the reference system: four patterns over eight tokens.
 
-Each pattern is ``<bos> t1 t2 t3 <eos>``: four inputs at positions 0..3, and the last one returns
-``<eos>``. After ``A`` come ``B`` and ``C`` equally often, and ``X`` and ``Y`` equally often at the start:
-ties by construction, which is what makes tie rules and generator states visible.
+Each pattern is ``<bos> t1 t2 t3 <eos>``: four inputs at positions 0..3, and the last one returns ``<eos>``.
+``B`` and ``C`` follow ``A`` equally often, and ``X`` and ``Y`` are equally frequent at the start: these are ties
+by construction, which make tie rules and generator states visible.
 """
 
 from collections.abc import Iterable
@@ -31,5 +31,5 @@ def decode(ids: Iterable[int]) -> str:
 
 #: Every pattern's inputs, ``<bos> t1 t2 t3``: the four controlled sequences.
 SEQUENCES = tuple((BOS_ID, *encode(pattern)) for pattern in PATTERNS)
-#: What each of these inputs is followed by, ``t1 t2 t3 <eos>``.
+#: The token after each of these inputs, ``t1 t2 t3 <eos>``.
 TARGETS = tuple((*encode(pattern), EOS_ID) for pattern in PATTERNS)

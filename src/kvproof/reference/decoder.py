@@ -1,8 +1,8 @@
 """A causal decoder: pre-norm blocks, learned absolute positions, readout tied to the token embedding.
 
-One forward serves both paths. Without a cache, attention reads the keys and values of the tokens at hand;
-with one, the new keys and values are appended to it first and attention reads all of them. That single
-difference, between ``keys`` and ``append(keys)``, is everything a KV cache is.
+Both paths use the same forward. Without a cache, attention reads the keys and values of the given tokens. With
+one, the new keys and values are first appended to it, and attention reads all of them. That single difference,
+between ``keys`` and ``append(keys)``, is all that a KV cache is.
 """
 
 import math
@@ -50,7 +50,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch new width"], append: Append | None, tap: Tap
     ) -> Float[Tensor, "batch new width"]:
-        """Return what the new tokens read from the tokens up to and including themselves."""
+        """Return what each new token reads from the tokens up to and including itself."""
         queries = tap(Site(Stage.NEW_Q, self.layer), self.split_heads(self.query(x)))
         keys = tap(Site(Stage.NEW_K, self.layer), self.split_heads(self.key(x)))
         values = tap(Site(Stage.NEW_V, self.layer), self.split_heads(self.value(x)))
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         return tap(Site(Stage.ATTN_OUT, self.layer), mixed)
 
     def split_heads(self, x: Float[Tensor, "batch new width"]) -> Float[Tensor, "batch head new head_dim"]:
-        """Cut the width into heads and put the head axis before the sequence axis."""
+        """Split the width into heads and put the head axis before the sequence axis."""
         return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
 
@@ -75,9 +75,9 @@ def merge_heads(x: Float[Tensor, "batch head new head_dim"]) -> Float[Tensor, "b
 
 
 def causal(scores: Float[Tensor, "batch head new slot"]) -> Float[Tensor, "batch head new slot"]:
-    """Hide the slots after each new token. The new tokens own the last slots, in order."""
+    """Mask the slots after each new token. The new tokens have the last slots, in order."""
     num_new, num_slots = scores.shape[-2:]
-    if num_new == 1:  # nothing stands after the newest token
+    if num_new == 1:  # nothing follows the newest token
         return scores
     visible = torch.ones(num_new, num_slots, dtype=torch.bool, device=scores.device).tril(num_slots - num_new)
     return scores.masked_fill(~visible, -math.inf)
@@ -126,8 +126,8 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "batch new vocab"]:
         """Return the logits that follow each new token.
 
-        Without ``append`` the new tokens are a complete prefix and attend to themselves alone. With it
-        they continue the prefix whose keys and values the append's cache holds.
+        Without ``append``, the new tokens are a complete prefix and attend only to each other. With it, they
+        continue the prefix whose keys and values are in the append's cache.
         """
         ids = tap(Site(Stage.TOKEN), ids)
         positions = tap(Site(Stage.POSITION), positions)

@@ -1,7 +1,7 @@
-"""The recipe that recreates the reference checkpoint, the same to the last bit on the same machine.
+"""The recipe that recreates the reference checkpoint, identical to the last bit on the same machine.
 
-Training runs in float64 and the result is cast to float32 once. What another processor rounds otherwise
-is then ten orders of magnitude below what the checkpoint resolves, so ties in the corpus fall the same
+Training runs in float64, and the result is cast to float32 once. Rounding differences on another processor are
+then ten orders of magnitude below the resolution of the checkpoint, so ties in the corpus are decided the same
 way there.
 """
 
@@ -22,10 +22,10 @@ from kvproof.reference.decoder import Decoder, DecoderConfig
 class Recipe:
     """Full-batch Adam with cosine decay.
 
-    Measured over seeds 0..23, 300 steps end within 1e-3 nats of the floor on 21 of them with an MLP of
-    width 32, and on 15 with width 16. Seed 1 leaves the largest gap at a fifth of the tolerance and B above C
-    by 1.6e-4, and keeps that order when its initial weights are changed by a part in a million.
-    ``max_loss_above_floor`` (nats) is what spec R3 allows; ending above it raises.
+    Over seeds 0..23, 300 steps end within 1e-3 nats of the floor for 21 seeds with an MLP of width 32, and for 15
+    with width 16. With seed 1, the largest gap is a fifth of the tolerance and B is above C by 1.6e-4; that order
+    does not change if the initial weights change by one part in a million. ``max_loss_above_floor`` (nats) is the
+    limit in spec R3; training that ends above it raises.
     """
 
     seed: int = 1
@@ -50,8 +50,8 @@ def train(
 ) -> tuple[Decoder, float]:
     """Return the trained, frozen decoder in float32 and its loss, the mean cross-entropy in nats.
 
-    ``on_step`` is told each finished step and the loss before it. Nothing global changes: initial weights
-    are drawn under a forked generator. Raises `TrainingError` if the loss misses the recipe's promise.
+    ``on_step`` receives each finished step and the loss before it. No global state changes: initial weights are
+    drawn with a forked generator. Raises `TrainingError` if the loss exceeds the recipe's limit.
     """
     decoder = initialised(config or DecoderConfig(), recipe.seed)
     adam = Adam(list(decoder.parameters()), recipe.beta1, recipe.beta2)
@@ -73,8 +73,8 @@ def train(
 class Adam:
     """Adam as published (Kingma and Ba, 2015), without weight decay.
 
-    ``torch.optim`` computes the same (a test holds the two together), but its first step imports the
-    compiler stack, which takes longer than the whole training.
+    ``torch.optim`` computes the same (a test compares the two), but its first step imports the compiler stack,
+    which takes longer than the whole training.
     """
 
     def __init__(self, weights: list[nn.Parameter], beta1: float, beta2: float, eps: float = 1e-8) -> None:
@@ -86,7 +86,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...], learning_rate: float) -> None:
-        """Move every weight by one step."""
+        """Update every weight by one step."""
         self.num_steps += 1
         unbias1, unbias2 = 1 - self.beta1**self.num_steps, 1 - self.beta2**self.num_steps
         for weight, gradient, m, v in zip(self.weights, gradients, self.first, self.second, strict=True):
@@ -96,7 +96,7 @@ class Adam:
 
 
 def initialised(config: DecoderConfig, seed: int) -> Decoder:
-    """Return an untrained decoder in float64 whose weights depend on the seed alone."""
+    """Return an untrained decoder in float64 whose weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Decoder(config).to(torch.float64)
@@ -111,7 +111,7 @@ def corpus_loss(decoder: Decoder) -> Tensor:
 
 
 def next_token_distribution() -> dict[tuple[int, ...], dict[int, float]]:
-    """Return, for every prefix in the corpus, how often each token follows it."""
+    """Return, for every prefix in the corpus, the frequency of each token that follows it."""
     followers: dict[tuple[int, ...], Counter[int]] = {}
     for inputs, targets in zip(SEQUENCES, TARGETS, strict=True):
         for length in range(1, len(inputs) + 1):
