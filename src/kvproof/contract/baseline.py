@@ -11,7 +11,7 @@ _ORDER = list(Verdict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The scenarios whose verdict changed, in words, and the exit status that follows."""
+    """The scenarios whose verdict changed, in words, and the resulting exit status."""
 
     worse: tuple[str, ...]
     better: tuple[str, ...]
@@ -32,7 +32,7 @@ class Changes:
 def changes(report: Report, baseline: Report) -> Changes:
     """Compare the verdict of every scenario with the baseline's, or with a pass if the baseline lacks it.
 
-    A scenario that is no longer checked got worse; it has the status of a required scenario that was not checked.
+    A scenario that is no longer checked counts as worse: its status is that of a required but unchecked scenario.
     Advice does not count. Raises `ReportError` if subject or dtype differ.
     """
     for what, own, other in (

@@ -2,7 +2,7 @@
 
 JSON has no NaN and no infinity, so non-finite numbers are written as the strings ``"nan"``, ``"inf"`` and
 ``"-inf"``. Reading is strict: an error names the path of a missing, unknown or wrongly typed key. But formats
-grow: a member that was `added_in` a later minor version may be missing, and unknown keys of a newer file can be
+grow: a member that was `added_in` a later minor version may be missing, and unknown keys in a newer file can be
 collected instead of refused.
 """
 
@@ -45,9 +45,9 @@ def to_plain(value: Any) -> Any:
 
 
 def strict_loads(text: str) -> Any:
-    """Return the value of a JSON text; raise `CodecError` for what only lenient parsers accept.
+    """Return the value of a JSON text; raise `CodecError` for text that only lenient parsers accept.
 
-    Those are NaN and infinity as numbers, duplicate keys, and excessive nesting or length.
+    That is: NaN and infinity as numbers, duplicate keys, and excessive nesting or length.
     """
     try:
         return json.loads(

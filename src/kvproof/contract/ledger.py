@@ -37,8 +37,8 @@ class MarginVerdict(StrEnum):
     """Whether rounding could have changed the choice of the most likely token at this step."""
 
     SAFE = "safe"  #: the margin exceeds twice the measured error: no rounding can flip it
-    EXPLAINED_FLIP = "explained flip"  #: the margin is within it: rounding flips, or may flip, the choice
-    UNEXPLAINED_FLIP = "unexplained flip"  #: the margin exceeds it, and yet the paths choose differently: a bug
+    EXPLAINED_FLIP = "explained flip"  #: the margin is within that: rounding flips, or may flip, the choice
+    UNEXPLAINED_FLIP = "unexplained flip"  #: the margin exceeds that, and yet the paths choose differently: a bug
     TIE = "tie"  #: the two largest logits are equal; the tie rule decides
 
 

@@ -54,7 +54,7 @@ class Report:
     scenarios: tuple[ScenarioResult, ...]
     faults: tuple[FaultResult, ...]
     certificate: Certificate | None
-    notes: tuple[str, ...]  #: what else a reader must know, such as that there was no float64 run
+    notes: tuple[str, ...]  #: anything else that a reader must know, such as that there was no float64 run
     partial: bool  #: interrupted or stopped at the first finding, so scenarios may be missing
     spreads: tuple[Spread, ...]  #: of the first finding, or else of a passing program; then of each planted fault
     milestone: Milestone | None

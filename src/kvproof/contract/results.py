@@ -13,7 +13,7 @@ from kvproof.scenarios import Ability
 
 
 class Verdict(StrEnum):
-    """What the evidence says. Members are ordered from harmless to worst; the worst one decides for a group."""
+    """The conclusion from the evidence. Members are ordered from harmless to worst; a group has its worst one."""
 
     NOT_CHECKED = "not-checked"  #: the subject lacks the ability that this needs; not a pass
     MATCH = "match"  #: the gap is within what the declared dtype allows
@@ -258,33 +258,33 @@ class ScenarioResult:
 
 
 class Outcome(StrEnum):
-    """What came of one planted fault."""
+    """The outcome of one planted fault."""
 
     CAUGHT = "caught"  #: the comparison rejects it: in the certificate, a row of logits differs
-    RAISED = "raised"  #: the decoder itself refused to go on
-    HIDDEN = "hidden"  #: something differs, and no row of logits proves it
+    RAISED = "raised"  #: the decoder itself refused to continue
+    HIDDEN = "hidden"  #: something differs, but no row of logits shows it
     EQUIVALENT = "equivalent"  #: nothing differs: on this subject it is no fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:
-    """What came of one deliberate fault, planted in one place.
+    """The result of one deliberate fault, planted in one place.
 
-    The certificate plants faults in short programs of its own, in the certificate's dtype. A fault that a caller
-    asked for is planted in the audit's own programs: from ``verdict`` on, the members say what the audit made of
-    it. They are None in the certificate.
+    The certificate plants faults in its own short programs, in the certificate's dtype. A fault that a caller
+    requested is planted in the audit's programs: the members from ``verdict`` on give the audit's result for it.
+    They are None in the certificate.
     """
 
     name: str
     breaks: str  #: the contract, in words
     expected_stages: tuple[Stage, ...]  #: the fault must first show at one of these
     layer: int | None  #: None for a fault outside the layers, or in all of them
-    position: int | None  #: how many tokens the cache held when it first acted; None: from the first on
+    position: int | None  #: how many tokens the cache held when it first acted; None if it acts from the start
     outcome: Outcome
     where: str | None  #: the first value that differs
-    right_stage: bool | None  #: whether the fault must first show there; None where nothing differs
-    gap: float  #: of the first row that differs, relative to its largest logit; NaN where it is not known
-    reason: str | None  #: what the decoder raised, or why not everything was compared
+    right_stage: bool | None  #: whether the fault must first show there; None if nothing differs
+    gap: float  #: of the first row that differs, relative to its largest logit; NaN if unknown
+    reason: str | None  #: the decoder's error, or why not everything was compared
     verdict: Verdict | None
     largest_gap: float | None
     tolerance: float | None
@@ -376,7 +376,7 @@ class KeptSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Every value of one program, cached against uncached: where an error starts and how far it spreads."""
+    """Every value of one program, cached against uncached: where an error starts, and how far it spreads."""
 
     scenario: str
     fault: str | None  #: the planted fault, if there is one

@@ -22,7 +22,7 @@ def brief_html(report: "Report") -> str:
 
 
 def finding_of(scenario: ScenarioResult) -> str:
-    """Return what led to a scenario's verdict, in a sentence or a few."""
+    """Return the reason for a scenario's verdict, in one or more sentences."""
     return found(scenario) or scenario.reason or f"largest gap {scenario.largest_gap:.4g}"
 
 
@@ -46,7 +46,7 @@ def _parts(report: "Report") -> Iterator[str]:
 
 
 def found(scenario: ScenarioResult) -> str | None:
-    """Say what a scenario found: where it went wrong, which side is suspect, and whether it is advice alone."""
+    """Return what a scenario found: where it went wrong, which path is suspect, and whether it is only advice."""
     bad = next((row for row in scenario.rows if row.verdict is Verdict.DIVERGED), None)
     lines = []
     if scenario.divergence is not None:
@@ -61,7 +61,7 @@ def found(scenario: ScenarioResult) -> str | None:
 
 
 def finding(divergence: Divergence) -> str:
-    """Say where a path went wrong first, what contract that breaks, and whether it was confirmed."""
+    """Return where a path first went wrong, which contract that breaks, and whether it was confirmed."""
     lines = [f"{divergence.sentence}.", f"Likely cause: {divergence.contract}."]
     if divergence.introduced:
         lines.append(confirmation(divergence))
@@ -69,7 +69,7 @@ def finding(divergence: Divergence) -> str:
 
 
 def confirmation(divergence: Divergence) -> str:
-    """Say whether putting the uncached values in place made the paths agree, and where that was needed."""
+    """Return whether replacing values with the uncached ones made the paths agree, and which values."""
     places = divergence.introduced
     agree, made = "the logits agree", "the logits agree"
     if not divergence.logits_differ:

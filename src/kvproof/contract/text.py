@@ -1,8 +1,8 @@
-"""Makes text that came from elsewhere safe to print: a token may hold anything."""
+"""Makes untrusted text safe to print: a token can contain anything."""
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with every character that a terminal might act on written as its escape."""
+    """Return ``text`` with an escape for every character that a terminal might interpret."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

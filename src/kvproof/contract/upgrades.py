@@ -23,9 +23,9 @@ def report_from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fault(plain: Any) -> Any:
-    """Say of a fault in the audit's programs what version 1 did not: the outcome, and the place where it shows.
+    """Add what version 1 lacks for a fault in the audit's programs: its outcome, and where it first shows.
 
-    Where it was planted, and its relative gap, stay unknown.
+    Where the fault was planted and its relative gap remain unknown.
     """
     if not isinstance(plain, dict) or not plain.keys() >= {"caught", "divergence", "expected_stage"}:
         return plain
@@ -54,7 +54,7 @@ def _where(divergence: Any) -> str | None:
 
 
 def _certified(plain: Any) -> Any:
-    """Rename the members of a fault in the certificate, of which version 1 did not say what it breaks."""
+    """Rename the members of a fault in the certificate. Version 1 did not record which contract it breaks."""
     if not isinstance(plain, dict) or "fault" not in plain:
         return plain
     kept = {name: value for name, value in plain.items() if name != "fault"}

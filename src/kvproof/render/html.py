@@ -1,4 +1,4 @@
-"""The report as one file of HTML: the verdict first, and everything that led to it to look at and to touch."""
+"""Renders a report as one HTML file: the verdict first, then interactive views of the evidence."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from kvproof.contract.sentences import confirmation, finding_of, found
 from kvproof.render.html_data import data_of
 from kvproof.render.page import CHARTS, number, page
 
-#: The verdicts that a reader must see first, the worst first.
+#: The verdicts that a reader must see first, worst first.
 _FINDINGS = (Verdict.DIVERGED, Verdict.INCONCLUSIVE, Verdict.VACUOUS)
 
 
 def render(report: Report) -> str:
-    """Return the page, which is the same to the last byte for the same report."""
+    """Return the page; the same report gives the same bytes."""
     first = _first(report)
     chosen = first if first is not None and first.rows else next((s for s in report.scenarios if s.rows), None)
     has_top = any(row.top_gap is not None for s in report.scenarios for row in s.rows)
@@ -60,7 +60,7 @@ def render(report: Report) -> str:
 
 
 def _first(report: Report) -> ScenarioResult | None:
-    """Return the scenario whose finding is told first: the first of the worst that counts."""
+    """Return the scenario whose finding is shown first: the first with the worst verdict, ignoring advice."""
     counted = [s for s in report.scenarios if not s.advice]
     return next((s for verdict in _FINDINGS for s in counted if s.verdict is verdict), None)
 
@@ -84,7 +84,7 @@ def _sections(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield the few numbers that stand beside the verdict: name, value, and what it is held against."""
+    """Yield the numbers next to the verdict: name, value, and what the value is compared with."""
     rows = [row for s in report.scenarios if not s.advice and s.name != "causality" for row in s.rows]
     if rows:
         worst = max(rows, key=lambda row: _order(row.gap))
@@ -142,7 +142,7 @@ def _symbol(result: FaultResult) -> str:
 
 
 def _cell_class(results: Sequence[FaultResult]) -> str:
-    """Return the class of a cell: that of the outcome that says least for the audit."""
+    """Return the CSS class of a cell, which is that of its worst outcome."""
     order = [Outcome.CAUGHT, Outcome.RAISED, Outcome.EQUIVALENT, Outcome.HIDDEN]
     worst = max((r.outcome for r in results), key=order.index)
     if worst is Outcome.CAUGHT and not all(r.right_stage for r in results):
@@ -151,7 +151,7 @@ def _cell_class(results: Sequence[FaultResult]) -> str:
 
 
 def _commands(report: Report, first: ScenarioResult | None) -> Iterator[tuple[str, str]]:
-    """Yield lines to type, and what each does."""
+    """Yield commands to run, and what each does."""
     request = report.request
     if report.milestone is not None:
         off = "".join(f" --without {name}" for name in report.milestone.switched_off)
@@ -191,7 +191,7 @@ def _policy(pair: RunPair) -> str:
 
 
 def _site(divergence: Divergence) -> str:
-    """Return the first wrong value's place, as its sentence names it."""
+    """Return the place of the first wrong value, in the words of its sentence."""
     text = divergence.sentence
     for start in ("the first value that differs is ", "look first at "):
         if start in text:
@@ -205,5 +205,5 @@ def _largest(rows: Sequence[RowResult], member: str) -> float | None:
 
 
 def _order(value: float) -> float:
-    """Order numbers with NaN as the largest: it is never lost."""
+    """Return a sort key that puts NaN last, so that it counts as the largest."""
     return math.inf if math.isnan(value) else value

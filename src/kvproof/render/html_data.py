@@ -1,4 +1,4 @@
-"""What a report's page draws: small columns of numbers, cut to what a chart can show."""
+"""The data for the charts on a report's page: small columns of numbers, limited to what a chart can show."""
 
 import math
 from typing import Any
@@ -8,12 +8,12 @@ from kvproof.contract.results import RowResult, ScenarioResult, Spread
 from kvproof.contract.text import printable
 from kvproof.render.page import tail
 
-#: A number that is not finite is drawn above all others.
+#: Non-finite numbers are drawn as this, above all others.
 _BEYOND = 1e300
 
 
 def data_of(report: Report) -> dict[str, Any]:
-    """Return what the page's scripts are given."""
+    """Return the data for the page's scripts."""
     milestone = report.milestone
     return {
         "dtype": report.subject.dtype,
@@ -76,7 +76,7 @@ def _spread(spread: Spread) -> dict[str, Any]:
 
 
 def _drawn(value: float | None) -> float | None:
-    """Return a number with four digits."""
+    """Return a number rounded to four digits."""
     if value is None:
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else _BEYOND

@@ -1,4 +1,4 @@
-"""A report as JUnit XML: a test case for each scenario, which any CI shows."""
+"""Renders a report as JUnit XML, which any CI can show: one test case per scenario."""
 
 import xml.etree.ElementTree as ET
 
@@ -9,7 +9,7 @@ from kvproof.contract.text import printable
 
 
 def render(report: Report) -> str:
-    """Return one suite; what diverged is a failure, what the evidence cannot tell an error."""
+    """Return one test suite: a divergence is a failure, and an undecided scenario is an error."""
     cases = [_case(report, scenario) for scenario in report.scenarios]
     if report.certificate is not None:
         cases.append(_certificate(report))
@@ -49,7 +49,7 @@ def _case(report: Report, scenario: ScenarioResult) -> ET.Element:
 
 
 def _certificate(report: Report) -> ET.Element:
-    """Return the case of the certificate: an audit that could not have failed is an error."""
+    """Return the certificate's test case: it is an error if nothing showed that the audit can fail."""
     assert report.certificate is not None
     case = ET.Element("testcase", classname=_text(report.subject.name), name="certificate")
     if report.certificate.problem is not None:

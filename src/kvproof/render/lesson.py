@@ -1,5 +1,4 @@
-"""The lesson as one file of HTML: the numbers of `_lesson`, and questions that are answered before they are "
-"solved."""
+"""Renders the lesson as one HTML file: its numbers, and questions to answer before seeing the solutions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,13 @@ from kvproof.render.page import CHARTS, page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question: a number to give, or a choice to make."""
+    """One question: its answer is a number or a choice."""
 
     title: str
     text: str
     ask: str
-    choices: tuple[str, ...]  #: none where a number is asked for
-    right: int  #: the number, or which choice
+    choices: tuple[str, ...]  #: empty if the answer is a number
+    right: int  #: the number, or the index of the choice
     hint: str
     solution: str
 
@@ -98,7 +97,7 @@ QUESTIONS = (
     ),
 )
 
-#: What the walk calls each stage, and what is computed there, in words of the page.
+#: The page's name for each stage, and what the stage computes.
 STAGES = {
     "token": ("token", "the id that is consumed"),
     "position": ("position", "the cache length before this token"),
@@ -122,7 +121,7 @@ STAGES = {
 
 
 def render(lesson: Lesson) -> str:
-    """Return the page, which is the same to the last byte for the same lesson."""
+    """Return the page; the same lesson gives the same bytes."""
     data: dict[str, Any] = to_plain(lesson)
     data["stages"] = STAGES
     data["questions"] = [{"choices": len(each.choices), "right": each.right} for each in QUESTIONS]

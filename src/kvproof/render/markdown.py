@@ -1,4 +1,4 @@
-"""A report as Markdown, for an issue, a pull request or a job's summary."""
+"""Renders a report as Markdown, for an issue, a pull request or a job summary."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from kvproof.render.sweep_markdown import escape
 
 
 def render(report: Report) -> str:
-    """Return the verdict first, then each scenario, and what was found in sentences."""
+    """Return the report: the verdict, then each scenario, then the findings in sentences."""
     return "\n".join(_lines(report)) + "\n"
 
 

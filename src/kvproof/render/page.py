@@ -1,7 +1,7 @@
-"""Fills in a page: one file that needs no network, in which nothing that a token holds can run.
+"""Fills in a page: one file that needs no network, in which text from tokens can never run as code.
 
-What comes from a report is escaped by the templates; data for the scripts stands in a block that is no script;
-and the page's own policy lets exactly these scripts run, by their digests, and nothing be loaded.
+The templates escape everything from a report. Data for the scripts is in a block that is not a script. The page's
+content security policy allows only these scripts, by their digests, and loads nothing.
 """
 
 import base64
@@ -18,9 +18,9 @@ from markupsafe import Markup
 
 from kvproof.contract.text import printable
 
-#: The charts' library, as it was published; versions and licences stand beside it.
+#: The chart library, unmodified; its versions and licences are in the same folder.
 CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
-#: A token's or a prefix's text is cut to its last so many characters.
+#: The text of a token or prefix is cut to this many characters, from its end.
 _TAIL = 40
 _MINUS, _TIMES = "\u2212", "\u00d7"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -36,9 +36,9 @@ def page(
     styles: Sequence[str],
     **values: Any,
 ) -> str:
-    """Return a page: ``data`` is for its scripts, ``values`` for its template.
+    """Return a page: its scripts use ``data``, and its template uses ``values``.
 
-    ``scripts`` and ``styles`` are names of assets, put into the page in this order.
+    ``scripts`` and ``styles`` are names of assets, in the order in which the page includes them.
     """
     texts = [asset(name) for name in scripts]
     allowed = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
@@ -62,7 +62,7 @@ def page(
 
 
 def island(data: Any) -> Markup:
-    """Return data as JSON that can stand inside a page: nothing in it ends the block or begins another."""
+    """Return data as JSON that is safe inside a page: it cannot end its block or start another."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -71,12 +71,12 @@ def island(data: Any) -> Markup:
 
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file that ships beside the renderers."""
+    """Return the text of a file that ships with the renderers."""
     return files("kvproof.render").joinpath("assets", name).read_text("utf-8")
 
 
 def number(value: float | None) -> str:
-    """Return a number as a person reads it: with a power of ten where it is small or large."""
+    """Return a number in readable form: with a power of ten if it is very small or very large."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -88,7 +88,7 @@ def number(value: float | None) -> str:
 
 
 def tail(text: str) -> str:
-    """Return the end of a text that came from elsewhere, safe to show."""
+    """Return the end of an untrusted text, safe to show."""
     text = printable(text)
     return text if len(text) <= _TAIL else f"…{text[-_TAIL:]}"
 

@@ -1,4 +1,4 @@
-"""A report as SARIF 2.1.0, which code hosts show beside the code."""
+"""Renders a report as SARIF 2.1.0, which code hosts show next to the code."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.contract.sentences import finding_of
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-#: Where the format wants a file and the subject is none.
+#: The file name if the format requires one and the subject is not a file.
 _NO_FILE = "kvproof"
 
 _RULES = {
@@ -20,7 +20,7 @@ _RULES = {
 
 
 def render(report: Report) -> str:
-    """Return one run with a result for each finding; what was advice is a note."""
+    """Return one run with a result for each finding; advice becomes a note."""
     rules = [
         {"id": verdict.value, "shortDescription": {"text": text}, "defaultConfiguration": {"level": level}}
         for verdict, (level, text) in _RULES.items()
@@ -65,14 +65,14 @@ def _result(
 
 
 def _file(report: Report) -> str:
-    """Return the file that a factory stands in; of other targets there is none to point at."""
+    """Return the file that contains the factory; other targets have no file."""
     target = (report.request.target if report.request is not None else None) or ""
     home = target.rpartition(":")[0]
     return home.replace("\\", "/") if home.endswith(".py") else _NO_FILE
 
 
 def _logical(report: Report, scenario: ScenarioResult) -> str:
-    """Return the stage, and its layer, where a finding is."""
+    """Return the stage and layer of a finding."""
     found = scenario.divergence
     if found is None:
         return report.subject.name

@@ -1,4 +1,4 @@
-"""The report for a person at a terminal, and the same as plain text for a file or a pipe."""
+"""Renders a report for a terminal, or as plain text for a file or a pipe."""
 
 import io
 from collections import Counter
@@ -28,12 +28,12 @@ _STYLE = {
 
 
 def Text(text: str = "", style: str = "") -> RichText:
-    """Return text in which nothing but a line end acts on the terminal: tokens are not trusted."""
+    """Return text that cannot control the terminal, except by line ends, because tokens are untrusted."""
     return RichText("\n".join(map(printable, text.split("\n"))), style=style)
 
 
 class Look(StrEnum):
-    """How the text is dressed."""
+    """How the text is styled."""
 
     PLAIN = "plain"  #: ASCII lines and no colour, for files and pipes
     MONO = "mono"  #: box lines and no colour
@@ -41,12 +41,12 @@ class Look(StrEnum):
 
 
 def render(report: Report, *, width: int = 100, look: Look = Look.PLAIN) -> str:
-    """Return the report as text, ``width`` columns wide, the verdict and the gate last."""
+    """Return the report as text, ``width`` columns wide, with the verdict and the gate last."""
     buffer = io.StringIO()
     console = Console(
         file=buffer,
         width=width,
-        height=100,  # rich looks at the environment unless both are given
+        height=100,  # rich reads the environment unless both are given
         force_terminal=look is Look.COLOUR,
         color_system="standard" if look is Look.COLOUR else None,
         no_color=look is not Look.COLOUR,
@@ -143,7 +143,7 @@ def _opening(report: Report) -> Iterator[ConsoleRenderable]:
 
 
 def _overview(scenarios: tuple[ScenarioResult, ...]) -> Table:
-    """Return a line for each scenario that gave rows; the others are listed with their reasons."""
+    """Return a table with a line for each scenario that produced rows; the others are listed with reasons."""
     table = Table(title=Text("scenarios: cached against uncached, whole rows"))
     table.add_column("scenario", min_width=22)
     for name in ("rows", "gap", "allowed", "noise", "float64 gap"):
@@ -174,7 +174,7 @@ def _largest(values: Iterable[float | None]) -> str:
 
 
 def _reasons(scenarios: tuple[ScenarioResult, ...]) -> Iterator[RichText]:
-    """Yield why scenarios were not, or not wholly, compared: one line for each reason."""
+    """Yield why scenarios were not compared, or only in part: one line for each reason."""
     names: dict[tuple[Verdict, str], list[str]] = {}
     for scenario in scenarios:
         if scenario.reason is not None:
@@ -184,14 +184,14 @@ def _reasons(scenarios: tuple[ScenarioResult, ...]) -> Iterator[RichText]:
 
 
 def _arbiter(scenarios: tuple[ScenarioResult, ...]) -> RichText:
-    """Set the two paths' largest errors side by side."""
+    """Show the largest errors of the two paths side by side."""
     rows = [row for scenario in scenarios if not scenario.advice for row in scenario.rows]
     cached, uncached = _largest(r.cached_error for r in rows), _largest(r.uncached_error for r in rows)
     return Text(f"largest error against float64: {cached} cached, {uncached} uncached")
 
 
 def _tokens(scenarios: tuple[ScenarioResult, ...]) -> RichText:
-    """Say for how many rows the gap could change the most likely token."""
+    """Return for how many rows the gap could change the most likely token."""
     counts = Counter(row.margin_verdict for scenario in scenarios for row in scenario.rows)
     known = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in MarginVerdict if counts[verdict])
     return Text(f"most likely token, by its margin: {known or 'no row'}")
@@ -249,7 +249,7 @@ def _failures(faults: tuple[FaultResult, ...]) -> Table:
 
 
 def _certificate(certificate: Certificate) -> Iterator[RichText]:
-    """Say which of the planted faults the audit saw."""
+    """Yield which of the planted faults the audit caught."""
     num = {outcome: certificate.number(outcome) for outcome in Outcome}
     text = (
         f"certificate: of {len(certificate.faults)} planted faults ({certificate.dtype}) "
