@@ -15,7 +15,8 @@ from transformers import GenerationConfig
 import kvproof
 from kvproof.errors import KvproofError
 from kvproof.scenarios import Method, generation
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 from kvproof.subjects._transformers import TransformersSubject, known_types, quiet
 
 PROMPT_LEN = 8

@@ -17,7 +17,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import kvproof
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 from kvproof.subjects._transformers import TransformersSubject
 
 PROMPT = "A cache is an algebraic reuse of earlier work, and"

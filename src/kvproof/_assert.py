@@ -5,9 +5,8 @@ from typing import TypedDict, Unpack
 
 from kvproof._engine.audit import audit
 from kvproof._engine.uncached_rows import Reference
-from kvproof.contract.report import Report
+from kvproof.contract.report import Report, brief
 from kvproof.contract.results import Tolerance
-from kvproof.contract.sentences import brief
 from kvproof.faults import Fault
 from kvproof.scenarios import Scenario
 

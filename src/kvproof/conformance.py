@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvproof._engine.prompts import random_sequences
+from kvproof._numerics.dtypes import dtype_of, name_of
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import declared_tolerance
 from kvproof.contract.stages import Site, Stage
@@ -94,7 +95,7 @@ class _Examiner:
         length = min(_NUM_TOKENS, subject.info.context_len)
         self.a, self.b = random_sequences(subject, length, seed=0)
         self.half = length // 2
-        self.tolerance = declared_tolerance(getattr(torch, subject.info.dtype))
+        self.tolerance = declared_tolerance(dtype_of(subject.info.dtype))
 
     def promises(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield each promise of the interface and of the declared abilities, with the function that tests it."""
@@ -130,7 +131,7 @@ class _Examiner:
 
     def _rows(self) -> None:
         first, second = self.subject.rows(self.a), self.subject.rows(self.a)
-        dtype = str(first.dtype).removeprefix("torch.")
+        dtype = name_of(first.dtype)
         if dtype != self.subject.info.dtype:
             raise _Broken(f"rows are {dtype}, and {self.subject.info.dtype} is declared")
         if not torch.equal(first, second):

@@ -268,7 +268,8 @@ def test_a_kill_loses_at_most_the_last_line(tmp_path: Path):
 import os, signal
 from pathlib import Path
 import kvproof
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 def kill(request):
     if len(request.steps) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -650,7 +651,8 @@ def test_a_truncated_edited_or_newer_ledger_is_told(with_rows: Path, tmp_path: P
 
 
 def test_the_same_from_python(folder: Path, tmp_path: Path):
-    from kvproof.subjects._targets import LoadOptions, load_target
+    from kvproof.subjects._adapter import LoadOptions
+    from kvproof.subjects._targets import load_target
 
     subject = load_target(str(folder), LoadOptions())
     seen: list[int] = []

@@ -45,7 +45,7 @@ def test_an_old_report_is_a_baseline(as_json: bool):
 
 
 def test_a_finding_of_an_old_report_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvproof._shrinking.reproduce.MOST_TRIES", 0)
+    monkeypatch.setattr("kvproof._shrinking.reproduce.MAX_TRIES", 0)
     outcome = run("shrink", OLD / "diverged.json", "--out", tmp_path / "found.py", "--quiet")
     assert (outcome.status, outcome.err) == (0, "")
     assert (tmp_path / "found.py").exists()

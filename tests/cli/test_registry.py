@@ -11,8 +11,9 @@ import pytest
 from kvproof.cli import cli
 from kvproof.errors import UsageError
 from kvproof.subjects import CallableSubject, Subject, _registry, as_subject
+from kvproof.subjects._adapter import Adapter, LoadOptions, Target
 from kvproof.subjects._registry import AdapterEntry, TargetForm, describe_targets, find_scheme, runs_on_one_thread
-from kvproof.subjects._targets import Adapter, LoadOptions, Target, load_target
+from kvproof.subjects._targets import load_target
 
 from .running import run
 

@@ -16,9 +16,8 @@ from tests.cli.running import run
 from tests.small_report import REPORT
 
 from kvproof.contract.baseline import changes
-from kvproof.contract.report import Report
+from kvproof.contract.report import Report, brief, brief_html
 from kvproof.contract.results import Verdict
-from kvproof.contract.sentences import brief, brief_html
 from kvproof.errors import ReportError
 from kvproof.render import junit, sarif
 from kvproof.render.html import render as to_html

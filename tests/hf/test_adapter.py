@@ -14,7 +14,8 @@ from kvproof.contract.results import ScenarioResult
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import AbilityError, SessionError, SubjectError
 from kvproof.scenarios import Ability, catalogue, chunked_prefill, select, token_by_token
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 from kvproof.subjects._transformers import (
     TransformersSession,
     TransformersSubject,

@@ -14,7 +14,8 @@ from kvproof.contract.ledger import MarginVerdict
 from kvproof.render.html import render
 from kvproof.scenarios import chunked_prefill, token_by_token
 from kvproof.subjects import Subject
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 
 PROMPT = "A decoder generates fast because it caches keys and values."
 

@@ -46,7 +46,8 @@ from kvproof.scenarios import (
     random_programs,
 )
 from kvproof.subjects import limits_of
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 from kvproof.subjects._transformers import TransformersSubject
 
 from .folders import saved_model

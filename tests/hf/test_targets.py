@@ -24,8 +24,9 @@ from kvproof import UsageError
 from kvproof._engine.prompts import sequences_for
 from kvproof.errors import AbilityError
 from kvproof.subjects import Subject
+from kvproof.subjects._adapter import LoadOptions
 from kvproof.subjects._registry import ADAPTERS, find_entry
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._targets import load_target
 from kvproof.subjects._transformers import load as _load
 from kvproof.subjects._transformers import random_model
 

@@ -14,9 +14,10 @@ from kvproof import Verdict, audit
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries, chunked_prefill, token_by_token
 from kvproof.subjects import CacheOps, CallableSubject, ModuleSubject, as_subject
+from kvproof.subjects._adapter import LoadOptions
 from kvproof.subjects._cache_values import as_tensor
 from kvproof.subjects._registry import split_factory
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._targets import load_target
 
 VOCAB = 11
 IDS = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -11,7 +11,8 @@ from kvproof.errors import UsageError
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.reference.corpus import BOS_ID
 from kvproof.subjects import CallableSubject, ReferenceSubject, Subject
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 
 POLICIES: list[Policy] = [
     Greedy(),

@@ -4,8 +4,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.four_computations import four_ways
@@ -21,6 +19,7 @@ from kvproof._engine.verdict_rules import (
     judge_scenario,
     judge_scenarios,
 )
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import largest
 from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
 from kvproof._system.machine import environment
@@ -196,7 +195,7 @@ class Auditor:
         self.jobs = default_jobs(may_fork=subject.may_fork) if jobs is None else jobs
         check_jobs(self.jobs)
         self.subject = subject
-        self.tolerance = tolerance or declared_tolerance(getattr(torch, subject.info.dtype))
+        self.tolerance = tolerance or declared_tolerance(dtype_of(subject.info.dtype))
         self.uncached = Uncached(subject, reference, top_rung=top_rung)
         self.rows = RowAuditor(self.uncached, self.tolerance)
         self.all_values = all_values

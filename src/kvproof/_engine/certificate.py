@@ -22,6 +22,7 @@ from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
 from kvproof._engine.verdict_rules import judge
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, FaultResult, NotPlanted, Outcome, SmallestChange, Tolerance
@@ -266,7 +267,7 @@ class Certifier:
             layer=layer,
             tensor=tensor,
             position=place.known_position - 1,
-            value=_bisect(seen, torch.finfo(getattr(torch, rung.subject.info.dtype)).eps / 4),
+            value=_bisect(seen, torch.finfo(dtype_of(rung.subject.info.dtype)).eps / 4),
         )
 
     def _is_beyond_limit(self, row: Row) -> bool:

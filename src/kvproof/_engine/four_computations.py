@@ -64,7 +64,7 @@ def _cached(subject: Subject, parts: list[Prefix]) -> Tensor:
 
 
 def _suspect(groups: list[tuple[str, ...]]) -> str | None:
-    """Return the computation that disagrees with the three others; if that is the scenario, all plain ones agree."""
+    """Return the computation that disagrees with the others; if it is the scenario, all plain ones must agree."""
     alone = [names for names in groups[1:] if _plain(names)]
     if len(groups) == 1:
         return None

@@ -33,6 +33,7 @@ from kvproof._engine.confirm import (
 from kvproof._engine.programs import Row, run_program
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, Trace, UncachedRun, UncachedRuns
+from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.gaps import Gap, gap_between, is_within, largest
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import POINTER_FACTOR, TOP_RUNG
@@ -97,7 +98,7 @@ def localise(
     divergence = None
     if first is not None:
         # Below the top rung every value is off by some rounding, and where to look is all that can be said.
-        is_proof = rung == "top" and top.info.dtype == str(TOP_RUNG).removeprefix("torch.")
+        is_proof = rung == "top" and top.info.dtype == name_of(TOP_RUNG)
         confirmation = search.confirm(first) if is_proof and confirmed else None
         divergence = _describe(judge, scenario, first.mismatch, search.logits_differ, confirmation)
     return Localisation(divergence=divergence, num_values=search.num_values)

@@ -17,6 +17,7 @@ from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import are_equal_in_float64, may_come_from_tables
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_between
 from kvproof.contract.results import RowResult, Tolerance, Verdict
 from kvproof.errors import SubjectError
@@ -97,7 +98,7 @@ class RowAuditor:
         self, rows: list[RowResult], program: Scenario, fault: Fault | None
     ) -> list[RowResult]:
         """Judge again what diverges by no more than tables in a lower dtype leave, if exact tables end it."""
-        unit = torch.finfo(getattr(torch, self.subject.info.dtype)).eps
+        unit = torch.finfo(dtype_of(self.subject.info.dtype)).eps
         diverged = [row for row in rows if row.verdict is Verdict.DIVERGED]
         if not diverged or not all(may_come_from_tables(row.evidence, unit) for row in diverged):
             return rows

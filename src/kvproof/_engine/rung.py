@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.taps import Tap, untouched
 from kvproof.subjects import Subject
 
@@ -27,7 +28,7 @@ class Rung:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._blocks: OrderedDict[Block, Tensor] = OrderedDict()
-        row_bytes = subject.info.vocab_size * getattr(torch, subject.info.dtype).itemsize
+        row_bytes = subject.info.vocab_size * dtype_of(subject.info.dtype).itemsize
         self._block_len = max(1, BLOCK_BYTES // row_bytes)
 
     def literal(self, prefix: Prefix) -> Tensor:
@@ -81,7 +82,7 @@ class Rung:
 
     def take(self, blocks: Mapping[Block, NDArray[np.uint8]]) -> None:
         """Keep blocks that another process has computed."""
-        dtype = getattr(torch, self.subject.info.dtype)
+        dtype = dtype_of(self.subject.info.dtype)
         for key, rows in blocks.items():
             self._keep(key, torch.from_numpy(rows).view(dtype))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvproof._engine.rung import Block, Prefix, Rung
 from kvproof._engine.verdict_rules import judge_margin
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.random_rounding import RandomRounding
 from kvproof._numerics.tolerances import NUM_SAMPLES, TOP_RUNG
@@ -65,7 +66,7 @@ class Uncached:
     def __init__(self, subject: Subject, reference: Reference, *, top_rung: bool = True) -> None:
         self.reference = reference
         self.declared = Rung(subject)
-        self._dtype: torch.dtype = getattr(torch, subject.info.dtype)
+        self._dtype: torch.dtype = dtype_of(subject.info.dtype)
         self.top: Rung | None = None
         self.no_top_reason: str | None = None if top_rung else "left out as asked"
         if top_rung and Ability.CAST not in subject.info.abilities and self._dtype is TOP_RUNG:

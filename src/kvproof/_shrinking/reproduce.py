@@ -21,7 +21,8 @@ from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.errors import KvproofError, ReportError, UsageError
 from kvproof.scenarios import Ability, Extend, Generate, Scenario, catalogue, random_programs, token_by_token
 from kvproof.subjects import Subject, limits_of
-from kvproof.subjects._targets import LoadOptions, load_target
+from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._targets import load_target
 
 #: Tries of programs and of models, of each at most so many.
 MAX_TRIES = 400

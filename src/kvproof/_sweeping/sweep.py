@@ -28,8 +28,9 @@ from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Grou
 from kvproof.errors import UsageError
 from kvproof.render.sweep_markdown import render
 from kvproof.scenarios import catalogue, select
+from kvproof.subjects._adapter import LoadOptions
 from kvproof.subjects._registry import find_entry
-from kvproof.subjects._targets import LoadOptions, load_target, preload
+from kvproof.subjects._targets import load_target, preload
 
 
 def list_jobs(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvproof.subjects._targets import LoadOptions
+    from kvproof.subjects._adapter import LoadOptions
 
 #: Exit statuses that no verdict uses.
 EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 5, 70, 73, 130
@@ -34,7 +34,7 @@ class Loading:
 
     def options(self, seed: int) -> "LoadOptions":
         """Return what `load_target` takes."""
-        from kvproof.subjects._targets import LoadOptions
+        from kvproof.subjects._adapter import LoadOptions
 
         return LoadOptions(
             dtype=self.dtype,

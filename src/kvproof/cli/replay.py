@@ -105,8 +105,9 @@ def load_recorded(header: "Header", target: str | None, *, network: bool, trust_
     What a record says is data: it is never let run code, neither a factory's nor a model's own, nor ask the
     network. Raises `LedgerError` for one that would have to, and `UsageError` for a model that is unavailable.
     """
+    from kvproof.subjects._adapter import LoadOptions
     from kvproof.subjects._registry import runs_named_code
-    from kvproof.subjects._targets import LoadOptions, fit_options, load_target
+    from kvproof.subjects._targets import fit_options, load_target
 
     source = header.source
     if source is None and target is None:

@@ -1,6 +1,8 @@
 """The report: the request for an audit and its results, without tensors. JSON holds it without loss."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 
 from kvproof.contract.environment import Environment
 from kvproof.contract.milestone import Milestone
@@ -14,7 +16,8 @@ from kvproof.contract.results import (
     Tolerance,
     Verdict,
 )
-from kvproof.contract.sentences import brief, brief_html
+from kvproof.contract.sentences import finding_of
+from kvproof.contract.text import printable
 from kvproof.contract.upgrades import report_from_version_1
 from kvproof.contract.versions import Version
 
@@ -75,3 +78,32 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the report on one screen, for a notebook."""
         return brief_html(self)
+
+
+def brief(report: Report) -> str:
+    """Return the verdict, what led to it, and what was not checked."""
+    return "\n".join(printable(line) for part in _parts(report) for line in part.split("\n"))
+
+
+def brief_html(report: Report) -> str:
+    """Return the same for a notebook; what tokens hold is shown and never run."""
+    return f"<pre>{escape(brief(report))}</pre>"
+
+
+def _parts(report: Report) -> Iterator[str]:
+    subject = report.subject
+    yield report.summary
+    yield f"{subject.name}: {subject.num_layers} layers, vocabulary {subject.vocab_size}, {subject.dtype}"
+    for scenario in report.scenarios:
+        if not scenario.verdict.passes and scenario.verdict is not Verdict.NOT_CHECKED:
+            advice = ", advice" if scenario.advice else ""
+            yield f"\n{scenario.name} ({scenario.verdict.value}{advice}): {finding_of(scenario)}"
+    yield ""
+    for verdict in Verdict:
+        names = [s.name for s in report.scenarios if s.verdict is verdict]
+        if names:
+            yield f"{verdict.value} ({len(names)}): {', '.join(names)}"
+    if report.certificate is not None:
+        caught = sum(result.caught for result in report.certificate.faults)
+        yield f"certificate: {caught} of {len(report.certificate.faults)} planted faults were caught"
+    yield from (f"note: {note}" for note in report.notes)

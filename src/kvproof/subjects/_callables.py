@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
@@ -59,7 +60,7 @@ class CallableSubject(CacheValueSubject):
             name=name or str(getattr(full, "__qualname__", type(full).__name__)),
             digest="unknown",
             mode="eval",
-            dtype=str(row.dtype).removeprefix("torch."),
+            dtype=name_of(row.dtype),
             num_layers=0,
             vocab_size=row.shape[-1],
             context_len=context_len,
@@ -112,7 +113,7 @@ class CallableSubject(CacheValueSubject):
 
     def _cast(self, dtype: torch.dtype) -> "CallableSubject":
         assert self._cast_to is not None
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         full, step = self._cast_to(name)
         own = self.info
         cast = CallableSubject(

@@ -17,10 +17,10 @@ from torch import nn
 
 from kvproof.errors import KvproofError, UsageError
 from kvproof.subjects import _registry
+from kvproof.subjects._adapter import Adapter, LoadOptions, Target
 from kvproof.subjects._base import Subject
 from kvproof.subjects._callables import CallableSubject
 from kvproof.subjects._registry import split_factory
-from kvproof.subjects._targets import Adapter, LoadOptions, Target
 
 
 class FactoryAdapter(Adapter):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvproof._numerics.digests import weights_digest
+from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
 from kvproof._numerics.true_float64 import TrueFloat64
 from kvproof.contract.results import SubjectInfo
@@ -79,7 +80,7 @@ class ModuleSubject(CacheValueSubject):
             name=name or type(module).__name__,
             digest=weights_digest(module),
             mode="eval",
-            dtype=str(row.dtype).removeprefix("torch."),
+            dtype=name_of(row.dtype),
             num_layers=1 + max((layer_of(part) or 0 for part, _ in module.named_modules()), default=0),
             vocab_size=row.shape[-1],
             context_len=context_len,

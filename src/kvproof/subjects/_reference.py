@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvproof._numerics.digests import weights_digest
+from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap
 from kvproof.contract.results import SubjectInfo
 from kvproof.errors import CheckpointError
@@ -51,7 +52,7 @@ class ReferenceSubject(Subject):
             name=self.NAME,
             digest=weights_digest(self.decoder),
             mode="train" if self.decoder.training else "eval",
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=name_of(self.dtype),
             num_layers=config.num_layers,
             vocab_size=config.vocab_size,
             context_len=config.context_len,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvproof.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvproof.subjects._targets import Adapter
+    from kvproof.subjects._adapter import Adapter
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FACTORY = re.compile(r"(?P<home>.+):(?P<name>[A-Za-z_]\w*)")

@@ -1,55 +1,18 @@
 """Loads the subject for a target, through the adapter that the registry finds for it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from kvproof._numerics.dtypes import dtype_of
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
+from kvproof.subjects._adapter import LoadOptions, Target
 from kvproof.subjects._base import Subject, wrap_errors
 from kvproof.subjects._registry import AdapterEntry, find_entry, find_scheme, list_forms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How a target is loaded, and what loading it may do."""
-
-    dtype: str | None = None  #: the declared dtype, by torch's name; None for the adapter's default
-    seed: int = 0  #: of a random model's weights
-    attention: str = "eager"
-    device: str = "cpu"
-    trust_remote_code: bool = False  #: run code that comes with the model
-    network: bool = False  #: download a model that is not in the local hub cache
-    config: Path | None = None  #: instead of a target: a random model of this configuration
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A target, taken apart."""
-
-    text: str  #: as it was typed
-    scheme: str | None  #: the word before the colon, if an adapter has that scheme
-    rest: str  #: what follows the scheme, or all of the text
-
-
-class Adapter(ABC):
-    """What an engine's module offers as ``ADAPTER``, besides its `Subject`."""
-
-    @abstractmethod
-    def load(self, target: Target, options: LoadOptions) -> Subject:
-        """Return the subject that a target names; raise `UsageError` for one that cannot be loaded."""
-
-    def adopt(self, decoder: object, name: str | None) -> Subject | None:
-        """Return a subject for one of the engine's own objects, or None for any other object."""
-        return None
-
-    def list_targets(self) -> tuple[str, ...]:
-        """Return every target that can be loaded without any file, for a sweep of all of them."""
-        return ()
 
 
 def load_target(target: str | None, options: LoadOptions) -> Subject:
@@ -80,7 +43,7 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
         return subject
     if Ability.CAST not in subject.info.abilities:
         raise UsageError(f"{label} computes in {subject.info.dtype} and cannot be cast to {options.dtype}")
-    return subject.cast(torch_dtype(options.dtype))
+    return subject.cast(dtype_of(options.dtype))
 
 
 def fit_options(target: str | None, options: LoadOptions) -> LoadOptions:
@@ -102,19 +65,10 @@ def preload(targets: Iterable[str]) -> None:
                 entry.import_adapter()
 
 
-def torch_dtype(name: str | None) -> torch.dtype:
-    """Return a floating-point dtype by its name, float32 for None; raise `UsageError` for any other name."""
-    dtype = torch.float32 if name is None else getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UsageError(
-            f"no such floating-point dtype: {name!r}; torch knows float32, bfloat16, float16, float64"
-        )
-    return dtype
-
-
 def _check(label: str, options: LoadOptions, entry: AdapterEntry) -> None:
     """Raise `UsageError` for options that are wrong whatever the target holds."""
-    torch_dtype(options.dtype)
+    if options.dtype is not None:
+        dtype_of(options.dtype)
     if fit_options(None if options.config else label, options) != options:
         raise UsageError(f"--attention and --device do not go with {label}, which decides both itself")
     if "device" in entry.options:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from kvproof._numerics.dtypes import dtype_of
+from kvproof.subjects._adapter import Adapter, LoadOptions, Target
 from kvproof.subjects._base import Subject
-from kvproof.subjects._targets import Adapter, LoadOptions, Target, torch_dtype
 from kvproof.subjects._transformers.load import (
     config_model,
     load_folder,
@@ -29,7 +30,7 @@ class TransformersAdapter(Adapter):
             return random_model(
                 target.rest,
                 seed=options.seed,
-                dtype=torch_dtype(options.dtype),
+                dtype=dtype_of(options.dtype or "float32"),
                 attention=options.attention,
                 device=options.device,
             )

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
+from kvproof._numerics.dtypes import dtype_of
 from kvproof.errors import UsageError
-from kvproof.subjects._targets import LoadOptions, torch_dtype
+from kvproof.subjects._adapter import LoadOptions
 from kvproof.subjects._transformers.model import TransformersSubject
 from kvproof.subjects._transformers.quiet import as_usage_errors
 from kvproof.subjects._transformers.tiny import randomise, tiny_model
@@ -153,7 +154,7 @@ def config_model(file: Path, options: LoadOptions) -> "TransformersSubject":
         )
         model.float().eval().requires_grad_(False)
         randomise(model, options.seed)
-        model = model.to(options.device, torch_dtype(options.dtype))
+        model = model.to(options.device, dtype_of(options.dtype or "float32"))
     return TransformersSubject(model, name=f"config:{file}", seed=options.seed)
 
 
@@ -170,7 +171,7 @@ def _load(
         model, found = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
-            dtype=torch_dtype(options.dtype),
+            dtype=dtype_of(options.dtype or "float32"),
             attn_implementation=options.attention,
             trust_remote_code=trusted,
             use_safetensors=True,

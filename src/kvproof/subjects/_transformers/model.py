@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvproof._numerics.digests import weights_digest
+from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
 from kvproof._numerics.true_float64 import TrueFloat64
 from kvproof.contract.results import SubjectInfo
@@ -88,7 +89,7 @@ class TransformersSubject(Subject):
             name=name,
             digest=digest or weights_digest(model),
             mode="train" if model.training else "eval",
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=name_of(model.dtype),
             num_layers=int(self.config.num_hidden_layers),
             vocab_size=_vocab_size(model, self.config),
             context_len=_positions.context_len(model, self.config),
