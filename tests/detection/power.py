@@ -22,7 +22,7 @@ from kvproof.scenarios import catalogue as scenarios
 from kvproof.subjects import Subject
 from kvproof.subjects._transformers import random_model
 
-#: So many tokens a cache holds when its tensors are edited. What calls compute is wrong in every one on a warm cache.
+#: How many tokens the cache holds when its tensors are edited. Faults in calls act in every call on a warm cache.
 POSITION = 3
 
 
