@@ -16,8 +16,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-_LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+#: What a lower type is raised to.
+_RAISED = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+_CASTS = {
+    torch.Tensor.float: torch.float64,
+    torch.Tensor.half: torch.float64,
+    torch.Tensor.bfloat16: torch.float64,
+    torch.Tensor.cfloat: torch.complex128,
+    torch.Tensor.chalf: torch.complex128,
+}
 _NAMES_TYPES = frozenset({torch.dtype, str})  # what a type may be asked for by
 _TOP_K = frozenset({torch.topk, torch.Tensor.topk})
 _LOWER_NAMES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
@@ -26,8 +39,8 @@ _LOWER_NAMES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat
 class TrueFloat64(TorchFunctionMode):
     """While it is entered, every request for a lower float type is a request for float64.
 
-    Rewritten are ``dtype`` arguments of any torch function, ``.float()``, ``.half()`` and ``.bfloat16()``,
-    and type names; what is made without a type is float64; and a top-k breaks ties by the lowest index. Enter it
+    Rewritten are ``dtype`` arguments of any torch function, ``.float()``, ``.half()``, ``.bfloat16()`` and their
+    complex kin, and type names; a complex type becomes complex128; what is made without a type is float64; and a top-k breaks ties by the lowest index. Enter it
     around a forward alone: a model that is built, or a fault that is planted, inside it would not be the one
     that runs outside.
     """
@@ -52,7 +65,7 @@ class TrueFloat64(TorchFunctionMode):
         """Run one torch function with its dtype arguments raised."""
         kwargs = kwargs or {}
         if func in _CASTS:
-            return args[0].to(torch.float64)
+            return args[0].to(_CASTS[func])
         if func in _TOP_K and "out" not in kwargs:
             return stable_top_k(*args, **kwargs)
         for value in args:  # a loop: this runs for every operation of every forward
@@ -78,9 +91,9 @@ def stable_top_k(
 
 
 def _raised(value: Any) -> Any:
-    """Return float64 for a lower float type, and anything else as it is."""
+    """Return float64, or complex128, for a lower type, and anything else as it is."""
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in _LOWER else value
+        return _RAISED.get(value, value)
     if isinstance(value, str):
         return "torch.DoubleTensor" if value in _LOWER_NAMES else value
     return value

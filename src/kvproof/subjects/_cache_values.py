@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
 from kvproof.errors import SubjectError
 from kvproof.scenarios import Ability
@@ -116,6 +117,14 @@ class CacheValueSession(Session):
     def _put_tensors(self, layers: Layers) -> None:
         assert self.decoder.ops.put is not None
         self.cache = self.decoder.ops.put(self.cache, layers)
+
+
+def require_dtype(given: str, wanted: torch.dtype, what: str) -> None:
+    """Raise `SubjectError` if a cast decoder's logits are not in the dtype that it was cast to."""
+    if given != name_of(wanted):
+        raise SubjectError(
+            f"{what} to {name_of(wanted)} gave a decoder whose logits are {given}: something in it is not cast"
+        )
 
 
 def as_tensor(value: Any, what: str) -> Tensor:

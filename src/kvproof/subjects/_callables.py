@@ -1,6 +1,7 @@
 """The adapter for a decoder that consists of two functions, in any framework."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
+from kvproof._numerics.true_float64 import TrueFloat64
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import wrap_errors
-from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor
+from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
 
 #: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64
 #: NumPy array (seq,).
@@ -40,12 +42,14 @@ class CallableSubject(CacheValueSubject):
         context_len: int = NO_END,
         ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
         cast: Callable[[str], tuple[Full, Step]] | None = None,
+        true_float64: bool = False,
     ) -> None:
         """Wrap two functions.
 
         ``context_len`` is the number of positions, if it is limited. ``ops`` holds the operations on a cache
         besides stepping; the default only makes deep copies. ``cast(dtype)`` returns both functions in another
-        dtype, such as ``"float64"``. Without it, only noise can separate rounding from bugs.
+        dtype, such as ``"float64"``. Without it, only noise can separate rounding from bugs. Functions that return
+        float64, or are said to compute in it by ``true_float64``, do so where their code asks torch for less.
 
         Raises `UsageError` for an argument that is not callable, and `SubjectError` if ``full`` raises or does
         not return logits.
@@ -55,7 +59,9 @@ class CallableSubject(CacheValueSubject):
                 raise UsageError(f"{label} must be a function, not a {type(function).__name__}")
         self.full, self._step, self._cast_to = full, step, cast
         self.ops = ops
-        row = wrap_errors(lambda: self._logits(full(np.array([0])), 1))
+        self._true_float64 = true_float64
+        row = wrap_errors(lambda: self._kept_rows([0], untouched, range(1)))
+        self._true_float64 |= row.dtype is torch.float64
         self._info = SubjectInfo(
             name=name or str(getattr(full, "__qualname__", type(full).__name__)),
             digest="unknown",
@@ -76,7 +82,8 @@ class CallableSubject(CacheValueSubject):
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
     ) -> tuple[Tensor, Any]:
         """Feed the new tokens of the single row."""
-        returned = self._step(_shown(new[0], tap), cache)
+        with self._mode():
+            returned = self._step(_shown(new[0], tap), cache)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise SubjectError(f"step(ids, cache) must return (logits, cache), not a {type(returned).__name__}")
         logits = self._logits(returned[0], len(new[0]))
@@ -89,13 +96,19 @@ class CallableSubject(CacheValueSubject):
 
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
         """Return rows from one call, or from one call per row if a call returns only its last row."""
-        rows = self._logits(self.full(_shown(ids, tap)), len(ids))
+        with self._mode():
+            rows = self._logits(self.full(_shown(ids, tap)), len(ids))
         if len(rows) == len(ids):
             return rows[keep.start : keep.stop]
         if len(rows) != 1:
             raise SubjectError(f"full() gave {len(rows)} rows of logits for {len(ids)} tokens")
-        each = (self.full(np.array(ids[: position + 1], dtype=np.int64)) for position in keep)
-        return torch.cat([self._logits(row, 1) for row in each])
+        with self._mode():
+            each = (self.full(np.array(ids[: position + 1], dtype=np.int64)) for position in keep)
+            return torch.cat([self._logits(row, 1) for row in each])
+
+    def _mode(self) -> AbstractContextManager[object]:
+        """Return what the two functions run in."""
+        return TrueFloat64() if self._true_float64 else nullcontext()
 
     def _logits(self, value: Any, num_new: int) -> Tensor:
         """Return logits as (row, vocab), with at least one row."""
@@ -117,10 +130,15 @@ class CallableSubject(CacheValueSubject):
         full, step = self._cast_to(name)
         own = self.info
         cast = CallableSubject(
-            full, step, name=own.name, context_len=own.context_len, ops=self.ops, cast=self._cast_to
+            full,
+            step,
+            name=own.name,
+            context_len=own.context_len,
+            ops=self.ops,
+            cast=self._cast_to,
+            true_float64=dtype is torch.float64,
         )
-        if cast.info.dtype != name:
-            raise SubjectError(f"cast({name!r}) gave a decoder whose logits are {cast.info.dtype}")
+        require_dtype(cast.info.dtype, dtype, "casting the functions")
         return cast
 
 

@@ -1,6 +1,5 @@
 """The adapter for any torch module."""
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvproof._numerics.casting import cast_module
 from kvproof._numerics.digests import weights_digest
 from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
@@ -18,7 +18,7 @@ from kvproof.contract.stages import Site, Stage
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
 from kvproof.subjects._base import wrap_errors
-from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor
+from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
 from kvproof.subjects._taps import layer_of, tapped
 
 
@@ -48,6 +48,7 @@ class ModuleSubject(CacheValueSubject):
         batch: bool = True,
         start: Callable[[Any], Any] | None = None,
         ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
+        true_float64: bool = False,
     ) -> None:
         """Wrap a module.
 
@@ -57,7 +58,8 @@ class ModuleSubject(CacheValueSubject):
         as ``{"use_cache": True}``. ``context_len`` is the number of positions, and ``windows`` are the lengths of
         sliding windows, if there are any; the audit chooses lengths around them. With ``batch``, sessions can
         hold several rows. ``start(module)`` returns an empty cache in the module's own dtype; without it the
-        first call gets None. ``ops`` holds the operations on a cache besides feeding it.
+        first call gets None. ``ops`` holds the operations on a cache besides feeding it. A module whose weights are
+        float64, or that is said to be by ``true_float64``, computes in float64 where its code asks for less.
 
         Raises `UsageError` for a name that the module's ``forward`` does not accept, and `SubjectError` if a
         first call raises or does not return logits.
@@ -74,6 +76,7 @@ class ModuleSubject(CacheValueSubject):
         self._boundaries = Boundaries(context_len=context_len, windows=tuple(windows))
         tensors = (*module.parameters(), *module.buffers())
         self.device = tensors[0].device if tensors else torch.device("cpu")
+        self._true_float64 = true_float64 or any(tensor.dtype is torch.float64 for tensor in tensors)
         row = wrap_errors(lambda: self._rows([0], untouched))
         padded = positions is not None and mask is not None
         self._info = SubjectInfo(
@@ -105,7 +108,17 @@ class ModuleSubject(CacheValueSubject):
 
     def start(self) -> Any:
         """Return an empty cache, or None if the module creates its own."""
-        return None if self._start is None else self._start(self.module)
+        if self._start is None:
+            return None
+        with ExitStack() as stack:
+            self._enter(stack)
+            return self._start(self.module)
+
+    def _enter(self, stack: ExitStack) -> None:
+        """Enter what the module's own code runs in."""
+        stack.enter_context(torch.no_grad())
+        if self._true_float64:
+            stack.enter_context(TrueFloat64())
 
     def step(
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
@@ -130,9 +143,7 @@ class ModuleSubject(CacheValueSubject):
     def _call(self, tap: Tap, tokens: Tensor, arguments: dict[str, Any], *, cached: bool) -> Any:
         named = {str(self.names[key]): value for key, value in arguments.items() if self.names[key] is not None}
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if next(self.module.parameters(), tokens).dtype is torch.float64:
-                stack.enter_context(TrueFloat64())
+            self._enter(stack)
             if tap is not untouched:
                 tokens = tap(Site(Stage.TOKEN), tokens)
                 for stage, key in ((Stage.POSITION, "positions"), (Stage.MASK, "mask")):
@@ -160,8 +171,8 @@ class ModuleSubject(CacheValueSubject):
         return torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device)
 
     def _cast(self, dtype: torch.dtype) -> "ModuleSubject":
-        return ModuleSubject(
-            copy.deepcopy(self.module).to(dtype),
+        cast = ModuleSubject(
+            cast_module(self.module, dtype),
             **dict(self.names.items()),  # type: ignore[arg-type]
             new_cache=self.new_cache,
             cached_options=self.options[True],
@@ -172,7 +183,10 @@ class ModuleSubject(CacheValueSubject):
             batch=self.batch,
             start=self._start,
             ops=self.ops,
+            true_float64=dtype is torch.float64,
         )
+        require_dtype(cast.info.dtype, dtype, "casting the module")
+        return cast
 
 
 def _check_names(module: nn.Module, names: Mapping[str, str]) -> None:

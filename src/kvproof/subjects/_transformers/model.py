@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvproof._numerics.casting import cast_module
 from kvproof._numerics.digests import weights_digest
 from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
@@ -281,7 +282,7 @@ class TransformersSubject(Subject):
         return (exact, names) if names else None
 
     def _cast(self, dtype: torch.dtype) -> "TransformersSubject":
-        model, info = copy.deepcopy(self.model).to(dtype), self._info
+        model, info = cast_module(self.model, dtype), self._info
         return TransformersSubject(
             model, name=info.name, seed=self._seed, tokenizer=self._tokenizer, digest=info.digest
         )
