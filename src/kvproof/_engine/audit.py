@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.four_computations import four_ways
+from kvproof._engine.errors_together import errors_together
 from kvproof._engine.localise import localise
 from kvproof._engine.program_rows import ProgramRows, RowAuditor
 from kvproof._engine.prompts import DEFAULT_LENGTH, programs_for
@@ -113,7 +114,7 @@ def audit(
         if not keep_partial:
             raise
         partial = True
-    verdict = judge_audit(results, evidence)
+    verdict = judge_audit(results, evidence, rung_problem=auditor.uncached.rung_problem)
     return Report(
         schema_version=VERSION.major,
         schema_minor=VERSION.minor,
@@ -163,8 +164,10 @@ class _Check:
 
     def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
         """Return the scenario's result; ``is_proof`` says that a wrong value on the way is a bug by itself."""
+        errors = None if scenario.cache is CacheKind.QUANTISED else errors_together(self.rows)
         verdict = judge_scenario(
             self.rows,
+            errors=errors,
             wrong_value=is_proof and self.divergence is not None,
             raised=self.raised is not None,
             unreached=self.unreached is not None,
@@ -176,6 +179,7 @@ class _Check:
             num_values_compared=self.num_values,
             divergence=self.divergence,
             four_ways=self.four_ways,
+            errors=errors,
         )
 
 
@@ -375,7 +379,7 @@ class Auditor:
     @property
     def _values_are_exact(self) -> bool:
         """Whether a value that differs on the way is a bug, and not what rounding may do."""
-        return Ability.CAST in self.subject.info.abilities
+        return self.uncached.is_exact
 
     def _locate(self, check: _Check, program: Scenario, fault: Fault | None, judged: ProgramRows) -> None:
         """Look for the first wrong value and the wrong side; of the first program that shows one, and no more."""

@@ -23,7 +23,7 @@ from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
 from kvproof._engine.verdict_rules import judge
 from kvproof._numerics.dtypes import dtype_of
-from kvproof._numerics.gaps import gap_between, largest
+from kvproof._numerics.gaps import gap_of_rows, largest
 from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, FaultResult, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
@@ -179,7 +179,7 @@ class Certifier:
 
     def _gap(self, row: Row) -> float:
         """Return a row's gap, relative to its scale."""
-        gap = gap_between(self.runs.over(row.prefix).row(len(row.prefix)), row.logits)
+        gap = gap_of_rows(self.runs.over(row.prefix).row(len(row.prefix)), row.logits)
         return gap.size / gap.scale if gap.scale else gap.size
 
     def _result(self, fault: Fault) -> FaultResult:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import are_equal_in_float64
-from kvproof._numerics.gaps import gap_between
+from kvproof._numerics.gaps import gap_of_rows
 from kvproof.contract.results import FourWays
 from kvproof.errors import KvproofError
 from kvproof.subjects import Subject
@@ -30,7 +30,7 @@ def four_ways(uncached: Uncached, prefix: Prefix, actual: Tensor) -> FourWays | 
     groups: list[tuple[list[str], Tensor]] = []
     for name, row in (*_ways(uncached, prefix), ("this scenario", actual)):
         for names, first in groups:
-            gap = gap_between(first, row)
+            gap = gap_of_rows(first, row)
             if are_equal_in_float64(gap):
                 names.append(name)
                 break

@@ -18,7 +18,7 @@ from kvproof._engine.rung import Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import are_equal_in_float64, may_come_from_tables
 from kvproof._numerics.dtypes import dtype_of
-from kvproof._numerics.gaps import gap_between
+from kvproof._numerics.gaps import gap_of_rows
 from kvproof.contract.results import RowResult, Tolerance, Verdict
 from kvproof.errors import SubjectError
 from kvproof.faults import Fault, plant
@@ -121,6 +121,6 @@ class RowAuditor:
         for call in run_program(rung.subject, program, plant(fault)):
             for row in call.rows:
                 expected = self.uncached.row_of(rung, row.prefix)
-                if not are_equal_in_float64(gap_between(expected, row.logits)):
+                if not are_equal_in_float64(gap_of_rows(expected, row.logits)):
                     return False
         return True

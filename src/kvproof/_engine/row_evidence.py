@@ -1,6 +1,7 @@
 """Gathers the evidence of one row. What it means is decided in `verdict_rules` alone."""
 
 import dataclasses
+import math
 
 from torch import Tensor
 
@@ -8,7 +9,7 @@ from kvproof._engine.programs import Row
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import BothWays, Uncached
 from kvproof._engine.verdict_rules import judge, judge_margin, needs_sampling
-from kvproof._numerics.gaps import Gap, gap_between
+from kvproof._numerics.gaps import Gap, error_of_row, gap_of_rows, mean_square_error
 from kvproof.contract.results import (
     ChoiceEvidence,
     ChoiceFlip,
@@ -36,13 +37,14 @@ class RowEvidence:
         """Compare a cached row with the uncached one; ``exact`` is the cached row at the top rung, if any."""
         prefix, actual = row.prefix, row.logits
         expected = self.uncached.row(prefix)
-        gap = gap_between(expected, actual)
+        gap = gap_of_rows(expected, actual)
         evidence = Evidence(
             gap=gap.size,
             allowed=self.tolerance.allowed(gap.scale),
             noise=self.uncached.noise(len(prefix)),
             scale=gap.scale,
             exact=None if exact is None else self._exact(prefix, actual, exact),
+            coarsest_unit=None if exact is not None else self._coarsest_unit(),
         )
         evidence = self.with_sampling(evidence, prefix)
         verdict, reason = judge(evidence)
@@ -69,6 +71,7 @@ class RowEvidence:
                 scale=both.top_scale,
                 uncached_error=both.error,
                 cached_error=None,
+                inner_rounding=self.uncached.inner_rounding * both.top_scale,
             )
         evidence = Evidence(
             comparison=Comparison.CAUSALITY,
@@ -98,9 +101,9 @@ class RowEvidence:
         """
         truth = self.uncached.row_with_choices(self.uncached.source_sequence(row.ids), len(row.ids))
         choices = ChoiceEvidence(
-            gap=gap_between(self.uncached.row(row.ids), logits).size,
+            gap=gap_of_rows(self.uncached.row(row.ids), logits).size,
             uncached_error=self.uncached.error_with_choices(row.ids),
-            cached_error=gap_between(truth, logits).size,
+            cached_error=error_of_row(truth, logits),
             sampled_error=None,
             flip=flip,
         )
@@ -117,36 +120,49 @@ class RowEvidence:
 
     def with_sampling(self, evidence: Evidence, prefix: Prefix) -> Evidence:
         """Add how far random rounding moves the row, where that decides its verdict."""
-        if not needs_sampling(evidence):
+        if not self.uncached.can_sample or not needs_sampling(evidence):
             return evidence
         return dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(prefix))
 
     def in_declared_dtype(self, row: Row, truth: Tensor) -> Evidence:
         """Return the evidence of a row as if float64 agreed: what its declared dtype alone shows."""
-        gap = gap_between(self.uncached.row(row.prefix), row.logits)
-        error = gap_between(truth, row.logits).size
+        gap = gap_of_rows(self.uncached.row(row.prefix), row.logits)
         evidence = Evidence(
             gap=gap.size,
             allowed=self.tolerance.allowed(gap.scale),
             noise=self.uncached.noise(len(row.prefix)),
             scale=gap.scale,
-            exact=self._exact_of(Gap(size=0.0, index=(), scale=gap.scale), row.prefix, error, noise=0.0),
+            exact=self._exact_of(
+                Gap(size=0.0, index=(), scale=gap.scale), row.prefix, row.logits, truth, noise=0.0
+            ),
         )
         return evidence if self.uncached.top is None else self.with_sampling(evidence, row.prefix)
 
     def _exact(self, prefix: Prefix, actual: Tensor, exact: Tensor) -> ExactEvidence:
         truth = self.uncached.row(prefix, top=True)
         noise = self.uncached.top_noise(len(prefix))
-        return self._exact_of(gap_between(truth, exact), prefix, gap_between(truth, actual).size, noise=noise)
+        return self._exact_of(gap_of_rows(truth, exact), prefix, actual, truth, noise=noise)
 
-    def _exact_of(self, gap: Gap, prefix: Prefix, cached_error: float, *, noise: float) -> ExactEvidence:
+    def _exact_of(
+        self, gap: Gap, prefix: Prefix, actual: Tensor, truth: Tensor, *, noise: float
+    ) -> ExactEvidence:
+        uncached, own = self.uncached, self.uncached.row(prefix)
         return ExactEvidence(
             gap=gap.size,
             noise=noise,
             scale=gap.scale,
-            uncached_error=self.uncached.error(len(prefix)),
-            cached_error=cached_error,
+            uncached_error=uncached.error(len(prefix)),
+            cached_error=error_of_row(truth, actual),
+            own_error=error_of_row(truth, own) if uncached.can_sample else None,
+            uncached_rms=math.sqrt(mean_square_error(truth, own)),
+            cached_rms=math.sqrt(mean_square_error(truth, actual)),
+            inner_rounding=uncached.inner_rounding * gap.scale,
+            is_watched=uncached.inside is None or uncached.inside.unseen is None,
         )
+
+    def _coarsest_unit(self) -> float | None:
+        inside = self.uncached.inside
+        return None if inside is None else inside.coarsest
 
 
 def judge_again(row: RowResult, evidence: Evidence) -> RowResult:

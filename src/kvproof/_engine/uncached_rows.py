@@ -8,6 +8,7 @@ among them.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +21,25 @@ from torch import Tensor
 
 from kvproof._engine.rung import Block, Prefix, Rung
 from kvproof._engine.verdict_rules import judge_margin
-from kvproof._numerics.dtypes import dtype_of
-from kvproof._numerics.gaps import gap_between, largest
-from kvproof._numerics.random_rounding import RandomRounding
-from kvproof._numerics.tolerances import NUM_SAMPLES, TOP_RUNG
+from kvproof._engine.rung_proof import (
+    Inside,
+    exact_dtypes,
+    inner_rounding,
+    look_inside,
+    mean_squares,
+    noise_of_all_ways,
+)
+from kvproof._numerics.dtypes import dtype_of, name_of
+from kvproof._numerics.gaps import error_of_row, gap_between, gap_of_rows, largest
+from kvproof._numerics.random_rounding import RandomRounding, Unit, UnitRecorder
+from kvproof._numerics.tolerances import (
+    FAR_FACTOR,
+    FLOAT64_NOISE,
+    HIDDEN_UNITS,
+    NUM_SAMPLES,
+    SAME_FUNCTION_UNITS,
+    TOP_RUNG,
+)
 from kvproof._numerics.top_k import Choice, Choices
 from kvproof._system.pool import map_in_processes
 from kvproof.contract.ledger import MarginVerdict
@@ -74,10 +90,12 @@ class Uncached:
         elif top_rung and Ability.CAST not in subject.info.abilities:
             self.no_top_reason = "the subject cannot be cast"
         elif top_rung:
-            try:
-                self.top = Rung(subject.cast(TOP_RUNG))
-            except SubjectError as error:
-                self.drop_top(error)
+            self._climb(subject)
+        self.rung_problem: str | None = None  #: why the exact rung is none, where that is a mistake to be mended
+        self.inside: Inside | None = None  #: what the exact rung computes in, or else the declared one
+        #: How far what the exact rung computes in a coarser dtype may move a row, as a part of its scale.
+        self.inner_rounding = 0.0
+        self._units: dict[Prefix, list[Unit]] = {}
         self.both_ways: list[BothWays] = []
         self._sequences: list[Prefix] = []
         self._noise: list[float] = [0.0]
@@ -96,9 +114,78 @@ class Uncached:
         """The rungs there are, the declared one first."""
         return [self.declared] if self.top is None else [self.declared, self.top]
 
-    def drop_top(self, error: SubjectError) -> None:
-        """Go on without float64, and remember why."""
+    def _climb(self, subject: Subject) -> None:
+        """Take the most exact dtype that the subject can be cast to."""
+        for dtype in exact_dtypes(dtype_of(subject.info.dtype)):
+            try:
+                self.top, self.no_top_reason = Rung(subject.cast(dtype)), None
+            except SubjectError as error:
+                self.no_top_reason = self.no_top_reason or str(error).splitlines()[0]
+            else:
+                return
+
+    def drop_top(self, error: SubjectError | str) -> None:
+        """Go on without a more exact rung, and remember why."""
         self.top, self.no_top_reason = None, str(error).splitlines()[0]
+        self.both_ways = [
+            dataclasses.replace(both, top_gap=None, top_scale=None, error=None) for both in self.both_ways
+        ]
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether random rounding reaches everything that the exact rung computes."""
+        return self.top is not None and self.inside is not None and self.inside.unseen is None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether there is a rung that computes in float64 throughout, so that a value that differs is a bug."""
+        if self.top is None or self.inside is None or self.top.subject.info.dtype != name_of(TOP_RUNG):
+            return False
+        return self.inner_rounding == 0.0
+
+    def _prove(self, sequence: Prefix) -> None:
+        """Look inside the most exact rung, and give it up where it is another function.
+
+        Where something inside computes in a coarser dtype, measure how far that may move a row, or assume it.
+        """
+        if self.top is None:
+            self.inside = look_inside(self.declared, sequence)
+            return
+        self.inside = look_inside(self.top, sequence)
+        if self.top is self.declared and self.inside.is_float64:
+            return
+        assumed = HIDDEN_UNITS.value * torch.finfo(torch.float32).eps
+        if self.top.subject.info.dtype != name_of(TOP_RUNG):
+            self.inner_rounding = assumed
+        elif self.inside.unseen is not None:
+            noise = noise_of_all_ways(self.top, sequence)
+            self.inner_rounding = 0.0 if noise <= FLOAT64_NOISE.value else assumed
+        elif self.inside.lowered:
+            self.inner_rounding = inner_rounding(self.top, sequence)
+        if self.top is not self.declared and not self._is_same_function(sequence):
+            problem = (
+                f"the {self.top.subject.info.dtype} run computes another function: its uncached rows differ from "
+                f"those in {self.declared.subject.info.dtype} by more than rounding explains"
+            )
+            self.drop_top(problem)
+            self.rung_problem, self.inside, self.inner_rounding = problem, None, 0.0
+            self.inside = look_inside(self.declared, sequence)
+
+    def _is_same_function(self, sequence: Prefix) -> bool:
+        assert self.top is not None
+        error, size = mean_squares(self.declared, self.top, sequence)
+        part = min(SAME_FUNCTION_UNITS.value * torch.finfo(self._dtype).eps, 0.5)
+        if not (math.isfinite(error) and math.isfinite(size)) or error <= part**2 * size:
+            return True  # what is not finite is judged row by row
+        if not self.can_sample:
+            return False
+        length = min(len(sequence), SAMPLED_LEN)
+        errors = [self.own_error(sequence[:n]) for n in range(1, length + 1)]
+        return largest(errors) <= FAR_FACTOR.value * self.sampled_error(sequence[:length])
+
+    def own_error(self, prefix: Prefix) -> float:
+        """Return the uncached row's own error against the more exact one."""
+        return error_of_row(self.row(prefix, top=True), self.row(prefix))
 
     def measure(self, sequences: Iterable[Prefix]) -> None:
         """Measure what is not yet known of these sequences, the longest first, so that they share passes.
@@ -130,7 +217,17 @@ class Uncached:
                 self._measure_or_drop_top(sequence)
             except SubjectError as error:
                 problem = problem or str(error)
+        if self.inside is None and self._sequences:
+            self._prove_or_drop_top(self._sequences[0])
         return problem
+
+    def _prove_or_drop_top(self, sequence: Prefix) -> None:
+        try:
+            self._prove(sequence)
+        except SubjectError as error:
+            if self.top is not None and self.top is not self.declared:
+                self.drop_top(error)
+            self.inside = Inside(coarsest=None, lowered=(), unseen=str(error).splitlines()[0])
 
     def _measure_or_drop_top(self, sequence: Prefix) -> None:
         try:
@@ -194,16 +291,26 @@ class Uncached:
             taken = self._taken(home) if with_choices else ()
             errors = [0.0] * (len(home) + 1)
             for seed in range(int(NUM_SAMPLES.value)):
-                moved, rounding = Rung(self.top.subject), RandomRounding(self._dtype, seed)
+                moved, exact = Rung(self.top.subject), dtype_of(self.top.subject.info.dtype)
+                rounding = RandomRounding(self._dtype, seed, self._units_of(home), exact)
                 for length in range(1, len(home) + 1):
                     with Choices(taken), rounding:
                         row = moved.one_pass(home, length)
                     true = (
                         self.row_with_choices(home, length) if with_choices else self.row(home[:length], top=True)
                     )
-                    errors[length] = largest((gap_between(true, row).size, errors[length]))
+                    errors[length] = largest((error_of_row(true, row), errors[length]))
             self._sampled[home, with_choices] = _running(errors)
         return self._sampled[home, with_choices][len(prefix)]
+
+    def _units_of(self, ids: Prefix) -> list[Unit]:
+        """Return the dtypes in which the pass over these tokens computes at the declared rung."""
+        if ids not in self._units:
+            recorder = UnitRecorder()
+            with recorder:
+                self.declared.subject.rows(ids)
+            self._units[ids] = recorder.units
+        return self._units[ids]
 
     def choices(self, ids: Prefix) -> list[Choice | None]:
         """Return what each top-k of the pass over these tokens takes in the declared dtype, among experts.
@@ -233,9 +340,7 @@ class Uncached:
         if home not in self._errors_with_choices:
             lengths = range(1, len(home) + 1)
             rows = ((self.row_with_choices(home, length), self.row(home[:length])) for length in lengths)
-            self._errors_with_choices[home] = _running(
-                [0.0, *(gap_between(true, own).size for true, own in rows)]
-            )
+            self._errors_with_choices[home] = _running([0.0, *(error_of_row(true, own) for true, own in rows)])
         return self._errors_with_choices[home][len(prefix)]
 
     def row_with_choices(self, ids: Prefix, length: int) -> Tensor:
@@ -296,7 +401,7 @@ class Uncached:
                     self._measure_both_ways(sequence, length)
                 elif self.top is not None:
                     one, truth = (rung.one_pass(sequence, length) for rung in self.rungs)
-                    self._errors[length] = largest((self._errors[length], gap_between(truth, one).size))
+                    self._errors[length] = largest((self._errors[length], error_of_row(truth, one)))
         finally:
             self._noise, self._top_noise, self._errors = map(
                 _running, (self._noise, self._top_noise, self._errors)
@@ -314,15 +419,15 @@ class Uncached:
     def _measure_both_ways(self, sequence: Prefix, length: int) -> None:
         prefix = sequence[:length]
         literal, one = self.declared.literal(prefix), self.declared.one_pass(sequence, length)
-        gap = gap_between(literal, one)
+        gap = gap_of_rows(literal, one)
         self._noise[length] = largest((self._noise[length], gap.size))
         margin, margin_verdict = judge_margin(literal, one, gap.size)
         top_gap = top_scale = error = None
         if self.top is not None:
             truth = self.top.literal(prefix)
-            top = gap_between(truth, self.top.one_pass(sequence, length))
+            top = gap_of_rows(truth, self.top.one_pass(sequence, length))
             top_gap, top_scale = top.size, top.scale
-            error = largest(gap_between(truth, row).size for row in (literal, one))
+            error = largest(error_of_row(truth, row) for row in (literal, one))
             self._top_noise[length] = largest((self._top_noise[length], top.size))
             self._errors[length] = largest((self._errors[length], error))
         self.both_ways.append(

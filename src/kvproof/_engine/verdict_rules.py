@@ -13,10 +13,17 @@ from torch import Tensor
 
 from kvproof._numerics.gaps import Gap, largest
 from kvproof._numerics.tolerances import (
+    FAR_FACTOR,
+    HIDDEN_UNITS,
+    MEDIAN_LIMIT,
+    NOISE_FACTOR,
     NOISE_LIMIT,
+    RATIO_LIMIT,
     ROUNDING_FACTOR,
     STRUCTURAL_FLOOR,
     TABLE_UNITS,
+    UNKNOWN_PART,
+    UNSAMPLED_FACTOR,
     structural_limit,
 )
 from kvproof.contract.ledger import MarginVerdict
@@ -24,7 +31,9 @@ from kvproof.contract.results import (
     Certificate,
     ChoiceFlip,
     Comparison,
+    ErrorRatio,
     Evidence,
+    ExactEvidence,
     RowResult,
     ScenarioResult,
     Verdict,
@@ -84,31 +93,73 @@ def _judge_row(row: Evidence) -> Judgement:
         return Verdict.INCONCLUSIVE, "the uncached path itself is not finite, or not the same function twice"
     if exact is None:
         return _judge_by_noise(row)
-    if exact.noise > STRUCTURAL_FLOOR.value * exact.scale:
+    if exact.noise > _clean_limit(exact, noise=0.0):
         return Verdict.INCONCLUSIVE, (
             f"two uncached ways to compute this row differ by {exact.noise:.2e} in float64: "
             "the uncached path is not causal, or not the same function twice"
         )
-    limit = structural_limit(exact.noise, exact.scale)
+    limit = bug_limit(exact)
     if exact.gap > limit:
         return Verdict.DIVERGED, f"float64 gap {exact.gap:.2e} is beyond {limit:.2e}: not rounding"
+    if exact.gap > _clean_limit(exact, noise=exact.noise):
+        return Verdict.INCONCLUSIVE, (
+            f"float64 gap {exact.gap:.2e} is more than {exact.inner_rounding:.2e}, what is computed in a lower dtype "
+            f"inside may move this row by, and less than {limit:.2e}, which would be a bug"
+        )
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
-    explained = ROUNDING_FACTOR.value * largest((row.noise, exact.uncached_error, row.sampled_error or 0.0))
-    if exact.cached_error is not None and exact.cached_error <= explained:
-        by = "noise and uncached error" if row.sampled_error is None else "all rounding that was measured"
-        return Verdict.ROUNDING, (
-            f"float64 agrees, and the cached error {exact.cached_error:.2e} is within {explained:.2e}, "
-            f"{ROUNDING_FACTOR.value:g} × the larger of {by}"
+    return _judge_by_errors(row, exact)
+
+
+def bug_limit(exact: ExactEvidence) -> float:
+    """Return the smallest gap between two rows of the more exact run that is called a bug."""
+    return max(structural_limit(exact.noise, exact.scale), NOISE_FACTOR.value * exact.inner_rounding)
+
+
+def _clean_limit(exact: ExactEvidence, *, noise: float) -> float:
+    """Return the largest gap between two rows of the more exact run that shows nothing."""
+    return max(structural_limit(noise, exact.scale), ROUNDING_FACTOR.value * exact.inner_rounding)
+
+
+def _judge_by_errors(row: Evidence, exact: ExactEvidence) -> Judgement:
+    """Judge a row whose more exact run agrees by how far the declared dtype is from it, on either path.
+
+    What excuses a row is its own uncached error, or random rounding of that very row: the largest of all rows would
+    excuse a bug in those that are better conditioned.
+    """
+    cached = math.inf if exact.cached_error is None else exact.cached_error
+    factor = ROUNDING_FACTOR.value if exact.is_watched else UNSAMPLED_FACTOR.value
+    measured = largest((row.noise, exact.uncached_error))
+    if row.sampled_error is not None:
+        by, known = "all rounding that was measured", largest((measured, row.sampled_error))
+        if exact.own_error is not None:
+            known = largest((exact.own_error, row.sampled_error))
+    else:
+        by, known = "noise and uncached error", measured
+        if exact.own_error is not None:
+            by, known = "its own uncached error", exact.own_error
+    explained = factor * known
+    if cached > explained:
+        return Verdict.DIVERGED, (
+            f"float64 agrees, but in the declared dtype the cached error {cached:.2e} exceeds {explained:.2e}: "
+            "something is held in too low a dtype"
         )
-    return Verdict.DIVERGED, (
-        f"float64 agrees, but in the declared dtype the cached error {exact.cached_error:.2e} exceeds "
-        f"{explained:.2e}: something is held in too low a dtype"
+    if cached > FAR_FACTOR.value * measured:
+        return Verdict.INCONCLUSIVE, (
+            f"the cached error {cached:.2e} is within what random rounding does to this row, and far beyond "
+            f"{measured:.2e}, the largest error and noise that were measured"
+        )
+    return Verdict.ROUNDING, (
+        f"float64 agrees, and the cached error {cached:.2e} is within {explained:.2e}, {factor:g} × the larger of {by}"
     )
 
 
 def _judge_by_noise(row: Evidence) -> Judgement:
-    """Judge a row that has no top rung: noise alone can excuse a gap, and never convicts one."""
+    """Judge a row that has no more exact run: noise excuses a gap, and one far beyond every noise is a bug.
+
+    A noise of zero measures nothing: an engine that computes a row the same way each time moves it all the same when
+    it steps.
+    """
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
     if row.noise > NOISE_LIMIT.value * row.allowed:
@@ -120,9 +171,20 @@ def _judge_by_noise(row: Evidence) -> Judgement:
     factor = f"{ROUNDING_FACTOR.value:g}"
     if row.gap <= explained:
         return Verdict.ROUNDING, f"gap {row.gap:.2e} within {explained:.2e}, the noise × {factor}"
+    limit = bug_limit_by_noise(row)
+    if row.gap > limit:
+        return Verdict.DIVERGED, f"gap {row.gap:.2e} is beyond {limit:.2e}, which no rounding explains"
     return Verdict.INCONCLUSIVE, (
-        f"gap {row.gap:.2e} is beyond the noise × {factor}, and there is no float64 to decide"
+        f"gap {row.gap:.2e} is beyond the noise × {factor}, and below {limit:.2e}, which would be a bug without a more "
+        "exact run to tell"
     )
+
+
+def bug_limit_by_noise(row: Evidence) -> float:
+    """Return the smallest gap that is called a bug without a more exact run."""
+    if row.coarsest_unit is None:
+        return max(UNKNOWN_PART.value * row.scale, NOISE_FACTOR.value * row.noise)
+    return NOISE_FACTOR.value * max(row.noise, HIDDEN_UNITS.value * row.coarsest_unit * row.scale)
 
 
 def _judge_causality(row: Evidence) -> Judgement:
@@ -132,9 +194,16 @@ def _judge_causality(row: Evidence) -> Judgement:
         return Verdict.NOT_CHECKED, "no float64 rung to tell a leak from rounding"
     if math.isnan(exact.gap) or math.isnan(row.gap):
         return Verdict.INCONCLUSIVE, "both ways give NaN at the same place"
-    if math.isinf(row.gap) or exact.gap > STRUCTURAL_FLOOR.value * exact.scale:
+    if math.isinf(row.gap) or exact.gap > max(
+        STRUCTURAL_FLOOR.value * exact.scale, NOISE_FACTOR.value * exact.inner_rounding
+    ):
         reason = f"two uncached ways to compute this row differ by {exact.gap:.2e} in float64: not causal"
         return Verdict.DIVERGED, reason
+    if exact.gap > _clean_limit(exact, noise=0.0):
+        return Verdict.INCONCLUSIVE, (
+            f"two uncached ways to compute this row differ by {exact.gap:.2e} in float64: more than what is computed in "
+            "a lower dtype inside explains, and too little for a leak"
+        )
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
     return Verdict.ROUNDING, f"in float64 both ways agree within {exact.gap:.2e}"
@@ -199,7 +268,7 @@ def is_of_declared_dtype_alone(row: RowResult) -> bool:
     exact = row.evidence.exact
     if row.verdict is not Verdict.DIVERGED or exact is None:
         return False
-    return exact.gap <= STRUCTURAL_FLOOR.value * row.evidence.scale
+    return exact.gap <= max(STRUCTURAL_FLOOR.value * row.evidence.scale, bug_limit(exact))
 
 
 def are_equal_in_float64(gap: Gap) -> bool:
@@ -210,24 +279,37 @@ def are_equal_in_float64(gap: Gap) -> bool:
 def _is_clean(evidence: Evidence) -> bool:
     """Return whether float64 shows nothing."""
     exact = evidence.exact
-    return exact is not None and exact.gap <= structural_limit(exact.noise, exact.scale)
+    return exact is not None and exact.gap <= _clean_limit(exact, noise=exact.noise)
 
 
 def judge_scenario(
-    rows: Iterable[RowResult], *, wrong_value: bool = False, raised: bool = False, unreached: bool = False
+    rows: Iterable[RowResult],
+    *,
+    errors: ErrorRatio | None = None,
+    wrong_value: bool = False,
+    raised: bool = False,
+    unreached: bool = False,
 ) -> Verdict:
     """Join what a scenario's rows show with what else came of it.
 
-    ``wrong_value``: a value on the way differs where rounding cannot move it. ``raised``: the decoder did, which
+    ``errors``: those of all rows together. ``wrong_value``: a value on the way differs where rounding cannot move it. ``raised``: the decoder did, which
     proves nothing of the rows that it did not give. ``unreached``: it did not reach or do what it says.
     """
     verdicts = [row.verdict for row in rows]
-    verdicts += [Verdict.DIVERGED] if wrong_value else []
+    verdicts += [Verdict.DIVERGED] if wrong_value or (errors is not None and are_too_large(errors)) else []
     if raised:
         verdicts.append(Verdict.INCONCLUSIVE)
     elif unreached:
         verdicts.append(Verdict.VACUOUS)
     return worst(verdicts)
+
+
+def are_too_large(errors: ErrorRatio) -> bool:
+    """Return whether the cached path's errors show, over all rows, that something is held in too low a dtype.
+
+    A near-tie may move one row far, so the median row must show it, too.
+    """
+    return errors.lowest > RATIO_LIMIT.value and errors.median > MEDIAN_LIMIT.value
 
 
 def judge_scenarios(results: Sequence[ScenarioResult]) -> Verdict:
@@ -240,10 +322,16 @@ def judge_scenarios(results: Sequence[ScenarioResult]) -> Verdict:
     return worst(verdicts + causality)
 
 
-def judge_audit(results: Sequence[ScenarioResult], certificate: Certificate | None) -> Verdict:
-    """Join the scenarios with what the certificate could not show."""
-    problem = certificate is not None and certificate.problem is not None
-    return worst([judge_scenarios(results), *((Verdict.VACUOUS,) if problem else ())])
+def judge_audit(
+    results: Sequence[ScenarioResult], certificate: Certificate | None, *, rung_problem: str | None = None
+) -> Verdict:
+    """Join the scenarios with what the certificate could not show, and with a more exact run that is none."""
+    verdicts = [judge_scenarios(results)]
+    if certificate is not None and certificate.problem is not None:
+        verdicts.append(Verdict.VACUOUS)
+    if rung_problem is not None:
+        verdicts.append(Verdict.INCONCLUSIVE)
+    return worst(verdicts)
 
 
 def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, MarginVerdict]:

@@ -15,7 +15,7 @@ from kvproof._generation.requests import (
     transformers_version,
 )
 from kvproof._numerics.digests import row_digest
-from kvproof._numerics.gaps import gap_between, largest
+from kvproof._numerics.gaps import gap_of_rows, largest
 from kvproof._numerics.tolerances import ROUNDING_FACTOR, declared_tolerance
 from kvproof._system.machine import environment
 from kvproof.contract.ledger import End, Entry, Header, LineProblem, ReplayResult, Run, Step, StopReason
@@ -213,7 +213,7 @@ class _Replay:
         ids, header = self.session.ids[0], self.run.header
         uncached = self.subject.rows(ids, keep=range(len(ids) - 1, len(ids)))[0]
         row, other = (cached, uncached) if header.path == "cached" else (uncached, cached)
-        error = gap_between(row, other).size
+        error = gap_of_rows(row, other).size
         self.error = largest((self.error, error))
         yield from self._same("position", step.position, len(ids) - 1)
         kept_cache = header.margins or header.path == "cached"
@@ -267,7 +267,7 @@ class _Replay:
             return
         yield from self._same("digest of full_logits", row_digest(recorded), step.logits_digest)
         if not self.exact:
-            gap = gap_between(row.cpu(), recorded)
+            gap = gap_of_rows(row.cpu(), recorded)
             yield from self._close("gap of full_logits", gap.size, 0.0, self._allowed(row))
 
     def _other(self, step: Step, index: int, row: Tensor, other: Tensor, error: float) -> Iterator[LineProblem]:

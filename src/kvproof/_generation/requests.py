@@ -14,7 +14,7 @@ from torch import Tensor
 from kvproof._engine.verdict_rules import judge_margin
 from kvproof._generation.choosing import NUM_TOP, Choice, choose, new_generator, ranked, state_of
 from kvproof._numerics.digests import row_digest
-from kvproof._numerics.gaps import gap_between
+from kvproof._numerics.gaps import gap_of_rows
 from kvproof._system.files import LineFile, write_whole
 from kvproof._system.machine import delay_interrupt, environment
 from kvproof.contract.ledger import (
@@ -261,7 +261,7 @@ class Request:
         choice = choose(self.policy, row, self.generator, self.ids)
         ranks = isinstance(self.policy, Greedy) and self.policy.repetition_penalty is None
         top = choice.ids if ranks else ranked(row, NUM_TOP)
-        error = None if other is None else gap_between(row, other).size
+        error = None if other is None else gap_of_rows(row, other).size
         first = row[top[:2]]  # without the other path's row, only the margin is known
         margin, verdict = (
             judge_margin(first, first, 0.0) if other is None else judge_margin(row, other, error or 0.0)

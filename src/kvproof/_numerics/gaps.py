@@ -61,6 +61,61 @@ def gap_between(expected: Tensor, actual: Tensor, *, first_axis: int = 0) -> Gap
     return Gap(size=size, index=_first(difference >= least, first_axis), scale=scale)
 
 
+#: An entry this far below a row's largest has no share in its softmax: that of float64 ends at 745.
+UNSEEN = 1000.0
+#: Units in the last place within which two entries that no softmax sees are equal.
+_EQUAL_UNITS = 4.0
+
+
+def gap_of_rows(expected: Tensor, actual: Tensor) -> Gap:
+    """Compare two rows of logits (vocab,) of one dtype.
+
+    Entries that are masked, on both sides, set no scale and are compared by equality: -1e9 in three entries would
+    allow a gap of a thousand in all others. Within the rounding of their own magnitude they are equal, so that a
+    mask may be added.
+    """
+    return _gap_of_rows(expected, actual, _EQUAL_UNITS)
+
+
+def error_of_row(exact: Tensor, row: Tensor) -> float:
+    """Return how far a row (vocab,) is from the same row in a more exact dtype; masked entries have no error."""
+    return _gap_of_rows(exact, row, None).size
+
+
+def mean_square_error(exact: Tensor, row: Tensor) -> float:
+    """Return the mean square of a row's differences from the more exact one, over the entries that can be sampled."""
+    e, a = exact.detach().to(torch.float64), row.detach().to(torch.float64)
+    difference = torch.where(_unseen(e) & _unseen(a), 0.0, e - a)
+    return float(difference.square().mean())
+
+
+def scale_of_rows(rows: Tensor) -> float:
+    """Return the largest magnitude of logits (…, vocab), masked entries left out."""
+    values = rows.detach().to(torch.float64)
+    return float(torch.where(_unseen(values) | ~values.isfinite(), 0.0, values).abs().max())
+
+
+def _gap_of_rows(expected: Tensor, actual: Tensor, equal_units: float | None) -> Gap:
+    if expected.shape != actual.shape:
+        raise ValueError(f"shapes differ: {tuple(expected.shape)} and {tuple(actual.shape)}")
+    e, a = expected.detach().to(torch.float64), actual.detach().to(torch.float64)
+    unseen = _unseen(e) & _unseen(a)
+    if not bool(unseen.any()):
+        return gap_between(expected, actual)
+    same = unseen
+    if equal_units is not None:
+        unit = max(torch.finfo(expected.dtype).eps, torch.finfo(actual.dtype).eps)
+        same = unseen & ((e - a).abs() <= equal_units * unit * e.abs()) | (e == a)
+    gap = gap_between(torch.where(same, 0.0, expected), torch.where(same, 0.0, actual))
+    return Gap(size=gap.size, index=gap.index, scale=scale_of_rows(expected))
+
+
+def _unseen(rows: Tensor) -> Tensor:
+    """Return which entries of float64 logits (…, vocab) no softmax can see."""
+    finite = torch.where(rows.isfinite(), rows, -math.inf)
+    return rows < finite.amax(dim=-1, keepdim=True) - UNSEEN
+
+
 def first_of_largest(sizes: Sequence[float], within: float) -> int:
     """Return the place of the first of some sizes that is the largest, or less by no more than ``within``."""
     least = max(sizes) - within

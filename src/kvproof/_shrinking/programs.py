@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvproof._engine.programs import run_program
 from kvproof._engine.rung import Rung
-from kvproof._numerics.gaps import gap_between
+from kvproof._numerics.gaps import gap_of_rows
 from kvproof._numerics.tolerances import STRUCTURAL_FLOOR
 from kvproof._shrinking.simpler import cost_of, simpler_programs
 from kvproof.errors import KvproofError
@@ -106,7 +106,7 @@ class FailureFinder:
         """Yield each row, or only the one at ``only``, with its gap. The gap is 0 where both sides are NaN."""
         for place, prefix, actual in self._rows(rung.subject, program):
             if only in (None, place):
-                gap = gap_between(rung.literal(prefix), actual)
+                gap = gap_of_rows(rung.literal(prefix), actual)
                 share = gap.size if math.isinf(gap.size) else gap.size / max(gap.scale, _TINY)
                 yield Failure(place=place, prefix=prefix, gap=0.0 if math.isnan(share) else share)
 

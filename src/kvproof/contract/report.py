@@ -22,7 +22,7 @@ from kvproof.contract.upgrades import report_from_version_1
 from kvproof.contract.versions import Version
 
 #: The major number rises when a member changes its meaning or is removed, the minor one when a member is added.
-VERSION = Version(what="schema", major=2, minor=0, upgrades={1: report_from_version_1})
+VERSION = Version(what="schema", major=2, minor=1, upgrades={1: report_from_version_1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

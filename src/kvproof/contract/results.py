@@ -7,6 +7,7 @@ errors are absolute differences of logits.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproof.contract.codec import added_in
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.contract.stages import Stage
 from kvproof.scenarios import Ability
@@ -94,6 +95,15 @@ class ExactEvidence:
     cached_error: (
         float | None
     )  #: declared cached row against the float64 row; None between two uncached computations
+    #: declared uncached row against the float64 row, this row alone; None if random rounding cannot be tried
+    own_error: float | None = added_in(1, None)
+    uncached_rms: float | None = added_in(
+        1, None
+    )  #: root mean square of the uncached row's error, over its entries
+    cached_rms: float | None = added_in(1, None)  #: the same for the cached row
+    #: how far results that the float64 run computes in a lower dtype may move this row
+    inner_rounding: float = added_in(1, 0.0)
+    is_watched: bool = added_in(1, True)  #: whether every operation of the float64 run could be seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,8 @@ class Evidence:
     #: Tables that the model keeps in a lower dtype, if computing them in float64 closes the float64 gap.
     rounded_tables: tuple[str, ...] = ()
     choices: ChoiceEvidence | None = None  #: measured only if a choice of experts may have moved the row
+    #: without a float64 run: unit in the last place of the coarsest dtype that the decoder computes in, if known
+    coarsest_unit: float | None = added_in(1, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +255,18 @@ class FourWays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRatio:
+    """The errors of all rows of a scenario together, against float64: the cached path's by the uncached path's."""
+
+    num_rows: int
+    uncached_rms: float  #: root mean square over all rows and entries
+    cached_rms: float
+    ratio: float  #: ``cached_rms / uncached_rms``
+    lowest: float  #: the ratio that 199 of 200 resamples of the rows exceed
+    median: float  #: of the rows' own ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
     """All rows of one scenario."""
 
@@ -255,6 +279,7 @@ class ScenarioResult:
     reason: str | None  #: why not everything was compared
     divergence: Divergence | None
     four_ways: FourWays | None  #: of the first row that diverged
+    errors: ErrorRatio | None = added_in(1, None)  #: None without float64, or with too few rows
 
 
 class Outcome(StrEnum):
