@@ -6,23 +6,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
-from kvproof._engine.four_computations import four_ways
+from kvproof._engine.determinism import check_determinism
 from kvproof._engine.errors_together import errors_together
+from kvproof._engine.four_computations import four_ways
 from kvproof._engine.localise import localise
 from kvproof._engine.program_rows import ProgramRows, RowAuditor
 from kvproof._engine.prompts import DEFAULT_LENGTH, programs_for
+from kvproof._engine.rung import Prefix
+from kvproof._engine.rung_proof import longest_causal_pass
 from kvproof._engine.spread import spreads_of
 from kvproof._engine.uncached_rows import Reference, Uncached
 from kvproof._engine.verdict_rules import (
     CAUSALITY,
+    DETERMINISM,
     is_of_declared_dtype_alone,
     judge_audit,
     judge_scenario,
     judge_scenarios,
 )
-from kvproof._numerics.dtypes import dtype_of
+from kvproof._numerics.dtypes import dtype_of, name_of
 from kvproof._numerics.gaps import largest
-from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
+from kvproof._numerics.tolerances import CONSTANTS, NOISE_FACTOR, TOP_RUNG, declared_tolerance
 from kvproof._system.machine import environment
 from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
 from kvproof.contract.report import VERSION, Report
@@ -65,6 +69,7 @@ def audit(
     fail_fast: bool = False,
     keep_partial: bool = False,
     jobs: int | None = 1,
+    repeats: int = 2,
     on_scenario: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Compare the cached path with the uncached one at every row of every scenario.
@@ -85,7 +90,9 @@ def audit(
     ``fail_fast`` stops after the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C
     arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for the
     scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
-    system can be forked. ``on_scenario`` is told what is being run.
+    system can be forked. One uncached call and one cached program are made ``repeats`` times first: where their
+    rows differ, the decoder is not deterministic, and nothing else is concluded. ``on_scenario`` is told what is
+    being run.
 
     A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
@@ -93,7 +100,9 @@ def audit(
     subject = as_subject(decoder)
     certificate = scenarios is None if certificate is None else certificate
     programs = list(programs_for(subject, scenarios, length, seed))
-    auditor = Auditor(subject, tolerance, reference, top_rung=top_rung, all_values=all_values, jobs=jobs)
+    auditor = Auditor(
+        subject, tolerance, reference, top_rung=top_rung, all_values=all_values, jobs=jobs, repeats=repeats
+    )
     results, fault_results = list[ScenarioResult](), list[FaultResult]()
     evidence, partial = None, False
     try:
@@ -119,7 +128,7 @@ def audit(
         schema_version=VERSION.major,
         schema_minor=VERSION.minor,
         verdict=verdict,
-        summary=summarise(verdict, results, evidence),
+        summary=summarise(verdict, results, evidence, auditor.uncached.rung_problem),
         environment=environment(),
         request=None,
         subject=subject.info,
@@ -195,7 +204,9 @@ class Auditor:
         top_rung: bool = True,
         all_values: bool = True,
         jobs: int | None = 1,
+        repeats: int = 2,
     ) -> None:
+        self.repeats, self._top_rung = repeats, top_rung
         self.jobs = default_jobs(may_fork=subject.may_fork) if jobs is None else jobs
         check_jobs(self.jobs)
         self.subject = subject
@@ -213,28 +224,45 @@ class Auditor:
         """Check causality, where rows are taken from one pass, and then each name's programs."""
         if not programs:
             raise UsageError("an audit needs at least one scenario")
-        on_scenario(CAUSALITY)
-        self._prepare(programs, self.jobs)  # what raises here raises again where its own scenario is checked
-        causal = True
-        if self.uncached.reference == "one-pass":
-            causality = self.causality()
-            causal = causality.verdict is not Verdict.DIVERGED
-            yield causality
         groups = [
             [program for program in programs if program.name == name]
             for name in dict.fromkeys(program.name for program in programs)
         ]
+        on_scenario(DETERMINISM)
+        repeated = self._determinism(programs)
+        if repeated is not None:
+            yield repeated
+            for group in groups:
+                advice = any(program.advice for program in group)
+                reason = "the decoder is not deterministic: nothing follows from rows that differ"
+                yield empty_result(group[0].name, Verdict.NOT_CHECKED, reason, advice=advice)
+            return
+        on_scenario(CAUSALITY)
+        self._prepare(programs, self.jobs)  # what raises here raises again where its own scenario is checked
+        if self.uncached.reference == "one-pass":
+            causality = self.causality()
+            yield causality
+            if causality.verdict is Verdict.DIVERGED:
+                self._take_literal_rows(programs)
         checks = map_in_processes(lambda number: self._check_apart(groups[number]), len(groups), self.jobs)
         for group in groups:
             on_scenario(group[0].name)
-            if causal:
-                result, side = next(checks)
-                self._side += side
-                yield result
-            else:
-                advice = any(program.advice for program in group)
-                reason = "the subject is not causal: no cache can give its uncached rows"
-                yield empty_result(group[0].name, Verdict.NOT_CHECKED, reason, advice=advice)
+            result, side = next(checks)
+            self._side += side
+            yield result
+
+    def _determinism(self, programs: Sequence[Scenario]) -> ScenarioResult | None:
+        """Make the same calls again; return a result only where they give other rows."""
+        longest = max((s for program in programs for s in longest_sequences(program)), key=len, default=())
+        if not longest or self.repeats < 2:
+            return None
+        return check_determinism(self.subject, longest, self.tolerance, self.repeats)
+
+    def _take_literal_rows(self, programs: Sequence[Scenario]) -> None:
+        """Judge the cached path of a subject that is not causal by literal rows: its passes give other ones."""
+        self.uncached = Uncached(self.subject, "literal", top_rung=self._top_rung, is_causal=False)
+        self.rows = RowAuditor(self.uncached, self.tolerance)
+        self._prepare(programs, self.jobs)
 
     def _check_apart(self, programs: Sequence[Scenario]) -> tuple[ScenarioResult, SideResults]:
         """Check programs of one name; return their result and its side results, which a process must send."""
@@ -251,7 +279,20 @@ class Auditor:
         reason = None
         if bad is not None:
             reason = f"not causal: the row after {len(bad.ids)} tokens changes when later tokens follow"
+            reason += self._how_far_causal(bad.ids)
         return scenario_result(CAUSALITY, judge_scenario(rows), rows, reason=reason)
+
+    def _how_far_causal(self, prefix: Prefix) -> str:
+        """Say of how many tokens a pass may be without a row of it changing, by what is known of this prefix."""
+        longer = self.uncached.continuation(prefix)
+        if longer is None:
+            return ""
+        rung = self.uncached.top or self.uncached.declared
+        try:
+            longest = longest_causal_pass(rung, longer)
+        except SubjectError:
+            return ""
+        return f"; passes of up to {longest} tokens are causal" if longest > 1 else "; no longer pass is causal"
 
     def check(self, programs: Sequence[Scenario], fault: Fault | None = None) -> ScenarioResult:
         """Run programs of one name, judge all their rows, and locate the first divergence."""
@@ -337,8 +378,9 @@ class Auditor:
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
-        if self.uncached.no_top_reason is not None:
+        if self.uncached.top is None and self.uncached.no_top_reason is not None:
             yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
+        yield from self._what_is_inside()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
         for name, reason in self._side.without_exact.items():
@@ -350,6 +392,20 @@ class Auditor:
             text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
             none = [kind for kind in kinds if not made[kind]]
             yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
+
+    def _what_is_inside(self) -> Iterator[str]:
+        """Yield what the float64 rung computes in a coarser dtype, and what that hides."""
+        uncached = self.uncached
+        if uncached.top is None or uncached.inside is None or not uncached.inner_rounding:
+            return
+        inside, dtype = uncached.inside, uncached.top.subject.info.dtype
+        why = inside.unseen or f"inside, {', '.join(inside.lowered[:3])}"
+        if dtype != name_of(TOP_RUNG):
+            why = uncached.no_top_reason or "float64 was not to be had"
+        yield (
+            f"the {dtype} rung is no better than {uncached.inner_rounding:.1e} of a row's scale ({why}): a gap "
+            f"is called a bug from {NOISE_FACTOR.value * uncached.inner_rounding:.1e} on"
+        )
 
     def _prepare(self, programs: Iterable[Scenario], jobs: int = 1) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did."""

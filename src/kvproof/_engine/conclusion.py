@@ -3,14 +3,23 @@
 import dataclasses
 from collections.abc import Sequence
 
-from kvproof._engine.verdict_rules import CAUSALITY
+from kvproof._engine.verdict_rules import CAUSALITY, DETERMINISM, are_too_large
 from kvproof._numerics.gaps import largest
-from kvproof.contract.results import Certificate, RowResult, ScenarioResult, Verdict
+from kvproof.contract.results import Certificate, ErrorRatio, RowResult, ScenarioResult, Verdict
 
 
-def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
+def summarise(
+    verdict: Verdict,
+    results: Sequence[ScenarioResult],
+    certificate: Certificate | None,
+    rung_problem: str | None = None,
+) -> str:
     """Return in one sentence what was found, or how much was compared."""
     causality = next((result for result in results if result.name == CAUSALITY), None)
+    repeated = next((result for result in results if result.name == DETERMINISM), None)
+    if repeated is not None:
+        gap = largest(row.gap for row in repeated.rows)
+        return f"The decoder is not deterministic: {repeated.reason} (largest gap {gap:.4e})."
     results = [result for result in results if not result.advice and result is not causality]
     compared = [row for result in results for row in result.rows]
     gap = largest(result.largest_gap for result in results)
@@ -18,11 +27,19 @@ def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: 
     located = next((result.divergence for result in results if result.divergence), None)
     row = next((row for row in compared if row.verdict is Verdict.DIVERGED), None)
     if causality is not None and causality.verdict is Verdict.DIVERGED:
-        return f"The uncached path is {causality.reason}."
+        also = ""
+        if row is not None:
+            also = f" Against literal rows the cached path diverges, too, after {row.tokens}: {row.reason}."
+        return f"The uncached path is {causality.reason}.{also}"
     if verdict is Verdict.DIVERGED and located is not None:
         return f"The cached path diverges: {located.sentence}."
     if row is not None:
         return f"The cached path diverges after {row.tokens}: {row.reason}."
+    together = next((r for r in results if r.errors is not None and are_too_large(r.errors)), None)
+    if verdict is Verdict.DIVERGED and together is not None:
+        return f"The cached path diverges in its dtype alone: {describe_errors(together.name, together.errors)}."
+    if rung_problem is not None:
+        return f"Could not decide: {rung_problem}. Without it, {text}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
     if certificate is not None and certificate.problem is not None:
@@ -32,6 +49,16 @@ def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: 
         return f"Could not decide: no prefix could be compared: {reason.splitlines()[0].rstrip('.')}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
     return f"Could not decide: {text}, verdict {verdict.value}{look}."
+
+
+def describe_errors(scenario: str, errors: ErrorRatio | None) -> str:
+    """Return what the errors of all rows of a scenario show, in words."""
+    assert errors is not None
+    return (
+        f"over {errors.num_rows} rows of {scenario} its root mean square error {errors.cached_rms:.2e} is "
+        f"{errors.ratio:.3g} times the uncached path's, the median row's {errors.median:.3g} times: something is "
+        "held in too low a dtype"
+    )
 
 
 def scenario_result(

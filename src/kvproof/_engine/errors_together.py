@@ -1,8 +1,8 @@
 """The errors of all rows together: what the largest of one row excuses, a whole vocabulary of them does not.
 
-Keys in a coarser dtype, angles in bfloat16 or a softmax in the wrong type make every row a little worse, and none so
-much that rounding could not. Over all rows and entries the root mean square error of either path is known to a few
-parts in a hundred, and the two are of a size where nothing is wrong.
+Keys in a coarser dtype, angles in bfloat16 or a softmax in the wrong type make every row a little worse, and
+none so much that rounding could not. Over all rows and entries the root mean square error of either path is known
+to a few parts in a hundred, and the two are of a size where nothing is wrong.
 """
 
 import math

@@ -80,6 +80,8 @@ class RowEvidence:
             noise=both.gap,
             scale=both.scale,
             exact=exact,
+            coarsest_unit=None if exact is not None else self._coarsest_unit(),
+            leak=self.uncached.leak(both.prefix) if exact is None or exact.inner_rounding else None,
         )
         verdict, reason = judge(evidence)
         return RowResult(

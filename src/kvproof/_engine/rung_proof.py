@@ -1,8 +1,8 @@
 """Proves that a more exact rung is what it is taken for, before it judges.
 
 Two ways in which it may not be: it is another function (a cast that returns other weights, or drops a part of a
-number), or it is not as exact as its dtype says (something inside computes in a coarser one). The first ends it, the
-second lowers what it can tell apart from rounding.
+number), or it is not as exact as its dtype says (something inside computes in a coarser one). The first ends it,
+the second lowers what it can tell apart from rounding.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvproof._engine.rung import Prefix, Rung
+from kvproof._engine.verdict_rules import are_equal_in_float64
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import UNSEEN, gap_of_rows, largest
 from kvproof._numerics.random_rounding import InnerRounding
@@ -90,8 +91,19 @@ def mean_squares(declared: Rung, top: Rung, sequence: Prefix) -> tuple[float, fl
     return float(errors.square().sum()) / count, float(sizes.square().sum()) / count
 
 
+def longest_causal_pass(rung: Rung, sequence: Prefix) -> int:
+    """Return the length of the longest pass over the start of a sequence whose every row is the literal one."""
+    for length in range(2, len(sequence) + 1):
+        ids = sequence[:length]
+        for shorter in range(1, length):
+            gap = gap_of_rows(rung.literal(ids[:shorter]), rung.one_pass(ids, shorter))
+            if not are_equal_in_float64(gap):
+                return length - 1
+    return len(sequence)
+
+
 def inner_rounding(rung: Rung, sequence: Prefix) -> float:
-    """Return how far rounding of what a rung computes in coarser dtypes moves its rows, as a part of their scale."""
+    """Return how far a rung's rows are moved, as a part of their scale, by rounding what it computes coarsely."""
     ids = sequence[:_WATCHED_LEN]
     expected, found = rung.subject.rows(ids), [0.0]
     for seed in range(int(NUM_SAMPLES.value)):

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvproof._engine.rung import Block, Prefix, Rung
-from kvproof._engine.verdict_rules import judge_margin
 from kvproof._engine.rung_proof import (
     Inside,
     exact_dtypes,
@@ -29,6 +28,7 @@ from kvproof._engine.rung_proof import (
     mean_squares,
     noise_of_all_ways,
 )
+from kvproof._engine.verdict_rules import judge_margin
 from kvproof._numerics.dtypes import dtype_of, name_of
 from kvproof._numerics.gaps import error_of_row, gap_between, gap_of_rows, largest
 from kvproof._numerics.random_rounding import RandomRounding, Unit, UnitRecorder
@@ -53,7 +53,8 @@ Reference = Literal["literal", "one-pass"]
 
 #: Up to this length the first sequence's rows are computed both ways at every prefix.
 CAUSALITY_LEN = 8
-#: Random rounding is measured over a prefix and what follows it up to a multiple of this: it costs many passes.
+#: Random rounding is measured over a prefix and what follows it up to this length, or twice or four times as much
+#: and so on: it costs many passes.
 SAMPLED_LEN = 16
 
 
@@ -75,12 +76,18 @@ class BothWays:
 class Uncached:
     """Every prefix's uncached row at the declared rung and, where there is one, the top rung.
 
+    Of a subject that is not causal the two ways differ, and by no noise: with ``is_causal=False`` they are not
+    held against each other.
+
     Noise and errors are running maxima over length and pooled over all sequences that were measured: a single
     row's may be small by luck. Where they are not enough, `sampled_error` measures the row itself.
     """
 
-    def __init__(self, subject: Subject, reference: Reference, *, top_rung: bool = True) -> None:
+    def __init__(
+        self, subject: Subject, reference: Reference, *, top_rung: bool = True, is_causal: bool = True
+    ) -> None:
         self.reference = reference
+        self._is_causal = is_causal
         self.declared = Rung(subject)
         self._dtype: torch.dtype = dtype_of(subject.info.dtype)
         self.top: Rung | None = None
@@ -118,7 +125,7 @@ class Uncached:
         """Take the most exact dtype that the subject can be cast to."""
         for dtype in exact_dtypes(dtype_of(subject.info.dtype)):
             try:
-                self.top, self.no_top_reason = Rung(subject.cast(dtype)), None
+                self.top = Rung(subject.cast(dtype))
             except SubjectError as error:
                 self.no_top_reason = self.no_top_reason or str(error).splitlines()[0]
             else:
@@ -158,8 +165,9 @@ class Uncached:
         if self.top.subject.info.dtype != name_of(TOP_RUNG):
             self.inner_rounding = assumed
         elif self.inside.unseen is not None:
-            noise = noise_of_all_ways(self.top, sequence)
-            self.inner_rounding = 0.0 if noise <= FLOAT64_NOISE.value else assumed
+            # Ways that agree to float64's unit may hold a float32 result all the same: it rounds alike in all.
+            is_clean = noise_of_all_ways(self.top, sequence) <= FLOAT64_NOISE.value
+            self.inner_rounding = torch.finfo(torch.float32).eps / 2 if is_clean else assumed
         elif self.inside.lowered:
             self.inner_rounding = inner_rounding(self.top, sequence)
         if self.top is not self.declared and not self._is_same_function(sequence):
@@ -286,7 +294,9 @@ class Uncached:
         With ``with_choices`` it moves no discrete choice: all take what the pass in the declared dtype takes.
         """
         assert self.top is not None
-        home = (self._home(prefix) or prefix)[: -(-len(prefix) // SAMPLED_LEN) * SAMPLED_LEN]
+        num_blocks = -(-len(prefix) // SAMPLED_LEN)
+        length = SAMPLED_LEN * 2 ** (num_blocks - 1).bit_length()
+        home = (self._home(prefix) or prefix)[:length]
         if (home, with_choices) not in self._sampled:
             taken = self._taken(home) if with_choices else ()
             errors = [0.0] * (len(home) + 1)
@@ -371,6 +381,18 @@ class Uncached:
         """The top rung with exact tables, once something called for it."""
         return self._exact[0] if self._exact is not None else None
 
+    def leak(self, prefix: Prefix) -> float | None:
+        """Return how far a row moves if the tokens after it alone change, in passes of one length."""
+        longer = self.continuation(prefix)
+        if longer is None:
+            return None
+        vocab = self.declared.subject.info.vocab_size
+        changed = prefix + tuple((token + 1) % vocab for token in longer[len(prefix) :])
+        if changed == longer:
+            return None
+        row, other = (self.declared.one_pass(ids, len(prefix)) for ids in (longer, changed))
+        return gap_of_rows(row, other).size
+
     def row_of(self, rung: Rung, prefix: Prefix) -> Tensor:
         """Return the uncached row (vocab,) that follows a prefix, computed by a rung."""
         home = self._home(prefix) if self.reference == "one-pass" else None
@@ -397,10 +419,11 @@ class Uncached:
         spots = self._spots(len(sequence), is_first=is_first)
         try:
             for length in range(1, len(sequence) + 1):
-                if length in spots:
+                if length in spots and self._is_causal:
                     self._measure_both_ways(sequence, length)
                 elif self.top is not None:
-                    one, truth = (rung.one_pass(sequence, length) for rung in self.rungs)
+                    prefix = sequence[:length]
+                    one, truth = (self.row_of(rung, prefix) for rung in self.rungs)
                     self._errors[length] = largest((self._errors[length], error_of_row(truth, one)))
         finally:
             self._noise, self._top_noise, self._errors = map(

@@ -42,6 +42,8 @@ from kvproof.contract.results import (
 
 #: The check that comes before every scenario where rows are taken from one pass.
 CAUSALITY = "causality"
+#: The check that comes before all others, listed only where it fails.
+DETERMINISM = "determinism"
 
 Judgement = tuple[Verdict, str]
 
@@ -50,6 +52,8 @@ def judge(evidence: Evidence) -> Judgement:
     """Return a row's verdict and the reason in words."""
     if evidence.comparison is Comparison.CAUSALITY:
         return _judge_causality(evidence)
+    if evidence.comparison is Comparison.REPEATED:
+        return _judge_repeated(evidence)
     verdict, reason = _judge_row(_decisive(evidence))
     if evidence.choices is not None:
         return _qualify_by_choice(verdict, reason, evidence.choices.flip)
@@ -65,12 +69,16 @@ def _decisive(evidence: Evidence) -> Evidence:
     """Return the plain numbers that decide: with rounded tables or choices of experts out of the way."""
     exact, choices = evidence.exact, evidence.choices
     if choices is not None and exact is not None:
-        errors = {"uncached_error": choices.uncached_error, "cached_error": choices.cached_error}
         return dataclasses.replace(
             evidence,
             gap=choices.gap,
             noise=0.0,  # what two uncached ways differ by holds choices too
-            exact=dataclasses.replace(exact, **errors),
+            exact=dataclasses.replace(
+                exact,
+                uncached_error=choices.uncached_error,
+                cached_error=choices.cached_error,
+                own_error=None,  # with these choices it was not measured
+            ),
             sampled_error=choices.sampled_error,
         )
     if evidence.rounded_tables and exact is not None:
@@ -103,8 +111,8 @@ def _judge_row(row: Evidence) -> Judgement:
         return Verdict.DIVERGED, f"float64 gap {exact.gap:.2e} is beyond {limit:.2e}: not rounding"
     if exact.gap > _clean_limit(exact, noise=exact.noise):
         return Verdict.INCONCLUSIVE, (
-            f"float64 gap {exact.gap:.2e} is more than {exact.inner_rounding:.2e}, what is computed in a lower dtype "
-            f"inside may move this row by, and less than {limit:.2e}, which would be a bug"
+            f"float64 gap {exact.gap:.2e} is more than {exact.inner_rounding:.2e}, what is computed in a lower "
+            f"dtype inside may move this row by, and less than {limit:.2e}, which would be a bug"
         )
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
@@ -124,18 +132,18 @@ def _clean_limit(exact: ExactEvidence, *, noise: float) -> float:
 def _judge_by_errors(row: Evidence, exact: ExactEvidence) -> Judgement:
     """Judge a row whose more exact run agrees by how far the declared dtype is from it, on either path.
 
-    What excuses a row is its own uncached error, or random rounding of that very row: the largest of all rows would
-    excuse a bug in those that are better conditioned.
+    What excuses a row is its own uncached error, or random rounding of that very row: the largest of all rows
+    would excuse a bug in those that are better conditioned.
     """
     cached = math.inf if exact.cached_error is None else exact.cached_error
     factor = ROUNDING_FACTOR.value if exact.is_watched else UNSAMPLED_FACTOR.value
     measured = largest((row.noise, exact.uncached_error))
     if row.sampled_error is not None:
-        by, known = "all rounding that was measured", largest((measured, row.sampled_error))
+        by, known = "the largest rounding that was measured", largest((measured, row.sampled_error))
         if exact.own_error is not None:
             known = largest((exact.own_error, row.sampled_error))
     else:
-        by, known = "noise and uncached error", measured
+        by, known = "the larger of noise and uncached error", measured
         if exact.own_error is not None:
             by, known = "its own uncached error", exact.own_error
     explained = factor * known
@@ -150,15 +158,15 @@ def _judge_by_errors(row: Evidence, exact: ExactEvidence) -> Judgement:
             f"{measured:.2e}, the largest error and noise that were measured"
         )
     return Verdict.ROUNDING, (
-        f"float64 agrees, and the cached error {cached:.2e} is within {explained:.2e}, {factor:g} × the larger of {by}"
+        f"float64 agrees, and the cached error {cached:.2e} is within {explained:.2e}, {factor:g} × {by}"
     )
 
 
 def _judge_by_noise(row: Evidence) -> Judgement:
     """Judge a row that has no more exact run: noise excuses a gap, and one far beyond every noise is a bug.
 
-    A noise of zero measures nothing: an engine that computes a row the same way each time moves it all the same when
-    it steps.
+    A noise of zero measures nothing: an engine that computes a row the same way each time moves it all the same
+    when it steps.
     """
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
@@ -175,8 +183,8 @@ def _judge_by_noise(row: Evidence) -> Judgement:
     if row.gap > limit:
         return Verdict.DIVERGED, f"gap {row.gap:.2e} is beyond {limit:.2e}, which no rounding explains"
     return Verdict.INCONCLUSIVE, (
-        f"gap {row.gap:.2e} is beyond the noise × {factor}, and below {limit:.2e}, which would be a bug without a more "
-        "exact run to tell"
+        f"gap {row.gap:.2e} is beyond the noise × {factor}, and below {limit:.2e}, which would be a bug: "
+        "there is no more exact run to decide"
     )
 
 
@@ -187,11 +195,18 @@ def bug_limit_by_noise(row: Evidence) -> float:
     return NOISE_FACTOR.value * max(row.noise, HIDDEN_UNITS.value * row.coarsest_unit * row.scale)
 
 
+def _judge_repeated(row: Evidence) -> Judgement:
+    """Judge two results of the same call."""
+    if row.gap <= row.allowed or math.isnan(row.gap):  # NaN twice is the same twice
+        return Verdict.MATCH, f"the same call twice gives the same row within {row.gap:.2e}"
+    return Verdict.INCONCLUSIVE, f"the same call twice gives rows that differ by {row.gap:.2e}: not a function"
+
+
 def _judge_causality(row: Evidence) -> Judgement:
     """Judge a row by its two uncached ways, in which float64 decides."""
     exact = row.exact
     if exact is None:
-        return Verdict.NOT_CHECKED, "no float64 rung to tell a leak from rounding"
+        return _judge_leak(row)
     if math.isnan(exact.gap) or math.isnan(row.gap):
         return Verdict.INCONCLUSIVE, "both ways give NaN at the same place"
     if math.isinf(row.gap) or exact.gap > max(
@@ -199,14 +214,31 @@ def _judge_causality(row: Evidence) -> Judgement:
     ):
         reason = f"two uncached ways to compute this row differ by {exact.gap:.2e} in float64: not causal"
         return Verdict.DIVERGED, reason
-    if exact.gap > _clean_limit(exact, noise=0.0):
+    if exact.gap > _clean_limit(exact, noise=0.0) and row.leak != 0:
         return Verdict.INCONCLUSIVE, (
-            f"two uncached ways to compute this row differ by {exact.gap:.2e} in float64: more than what is computed in "
-            "a lower dtype inside explains, and too little for a leak"
+            f"two uncached ways to compute this row differ by {exact.gap:.2e} in float64: more than what is "
+            "computed in a lower dtype inside explains, and too little for a leak"
         )
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
     return Verdict.ROUNDING, f"in float64 both ways agree within {exact.gap:.2e}"
+
+
+def _judge_leak(row: Evidence) -> Judgement:
+    """Judge by what happens to a row if the tokens after it alone change: it must not move by a bit.
+
+    Kernels that group tokens, as those of experts do, may move it by rounding.
+    """
+    if row.leak is None:
+        return Verdict.NOT_CHECKED, "no float64 rung to tell a leak from rounding"
+    if row.leak > bug_limit_by_noise(dataclasses.replace(row, noise=0.0)) or math.isinf(row.leak):
+        return Verdict.DIVERGED, f"changing only the later tokens moves this row by {row.leak:.2e}: not causal"
+    if row.leak > row.allowed or math.isnan(row.leak):
+        return Verdict.INCONCLUSIVE, (
+            f"changing only the later tokens moves this row by {row.leak:.2e}, and there is no float64 to decide"
+        )
+    verdict = Verdict.MATCH if row.gap <= row.allowed else Verdict.ROUNDING
+    return verdict, f"changing only the later tokens moves this row by {row.leak:.2e}"
 
 
 def _qualify_by_choice(verdict: Verdict, reason: str, flip: ChoiceFlip | None) -> Judgement:
@@ -292,8 +324,9 @@ def judge_scenario(
 ) -> Verdict:
     """Join what a scenario's rows show with what else came of it.
 
-    ``errors``: those of all rows together. ``wrong_value``: a value on the way differs where rounding cannot move it. ``raised``: the decoder did, which
-    proves nothing of the rows that it did not give. ``unreached``: it did not reach or do what it says.
+    ``errors``: those of all rows together. ``wrong_value``: a value on the way differs where rounding cannot move
+    it. ``raised``: the decoder did, which proves nothing of the rows that it did not give. ``unreached``: it did
+    not reach or do what it says.
     """
     verdicts = [row.verdict for row in rows]
     verdicts += [Verdict.DIVERGED] if wrong_value or (errors is not None and are_too_large(errors)) else []
@@ -315,6 +348,8 @@ def are_too_large(errors: ErrorRatio) -> bool:
 def judge_scenarios(results: Sequence[ScenarioResult]) -> Verdict:
     """Join what counts; causality alone, with no scenario checked, shows nothing of a cache."""
     counted = [result for result in results if not result.advice]
+    if any(result.name == DETERMINISM for result in counted):
+        return Verdict.INCONCLUSIVE
     verdicts = [result.verdict for result in counted if result.name != CAUSALITY]
     causality = [result.verdict for result in counted if result.name == CAUSALITY]
     if worst(verdicts) is Verdict.NOT_CHECKED and worst(causality).passes:

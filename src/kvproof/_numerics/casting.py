@@ -1,7 +1,7 @@
 """Casts a torch module to another dtype without making another function of it.
 
-``Module.to(float64)`` drops the imaginary part of a complex buffer, and leaves alone what is neither a parameter nor
-a buffer: weights in a list, or a table in a plain attribute.
+``Module.to(float64)`` drops the imaginary part of a complex buffer, and leaves alone what is neither a parameter
+nor a buffer: weights in a list, or a table in a plain attribute.
 """
 
 import copy
@@ -19,7 +19,7 @@ COMPLEX_OF = {torch.float64: torch.complex128}
 def cast_module(module: M, dtype: torch.dtype) -> M:
     """Return a deep copy of a module that holds every floating-point and complex tensor in another precision."""
     cast = copy.deepcopy(module)
-    cast._apply(lambda tensor: cast_tensor(tensor, dtype))
+    cast._apply(lambda tensor: cast_tensor(tensor, dtype))  # type: ignore[no-untyped-call]
     for part in cast.modules():
         own = vars(part)
         for name, value in own.items():

@@ -83,7 +83,7 @@ def error_of_row(exact: Tensor, row: Tensor) -> float:
 
 
 def mean_square_error(exact: Tensor, row: Tensor) -> float:
-    """Return the mean square of a row's differences from the more exact one, over the entries that can be sampled."""
+    """Return the mean square of a row's differences from the more exact one; masked entries have no error."""
     e, a = exact.detach().to(torch.float64), row.detach().to(torch.float64)
     difference = torch.where(_unseen(e) & _unseen(a), 0.0, e - a)
     return float(difference.square().mean())

@@ -10,9 +10,9 @@ A norm that subtracts a mean is one operation to torch, and rounds inside: where
 what it rounds its mean by is much of what it gives, and no change of its input or its result is like it. So such
 norms are computed in parts here, and each part is moved.
 
-A model in bfloat16 computes much in float32 by name: norms, softmax, rotary angles. To move those by bfloat16's unit
-would excuse the very bug of holding them in bfloat16. So each result is moved by the unit of the dtype that the same
-operation had when the uncached path ran in the declared dtype (`UnitRecorder`).
+A model in bfloat16 computes much in float32 by name: norms, softmax, rotary angles. To move those by bfloat16's
+unit would excuse the very bug of holding them in bfloat16. So each result is moved by the unit of the dtype that
+the same operation had when the uncached path ran in the declared dtype (`UnitRecorder`).
 """
 
 from collections.abc import Callable, Sequence
@@ -63,8 +63,8 @@ class UnitRecorder(TorchFunctionMode):
 class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, each float64 result is moved by up to half a unit in the last place of its dtype.
 
-    That is the dtype which the same operation had in the run that ``units`` were recorded in; ``dtype``, where the
-    operation has no counterpart there. ``exact`` is the dtype of the results that are moved.
+    That is the dtype which the same operation had in the run that ``units`` were recorded in; ``dtype``, where
+    the operation has no counterpart there. ``exact`` is the dtype of the results that are moved.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "RandomRounding":
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._follower.__enter__()
+        self._follower.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._follower.__exit__(*exception)
+        self._follower.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def run(self, call: Callable[[], Any], unit: Unit | None) -> Any:
@@ -184,7 +184,7 @@ class _Follower(TorchFunctionMode):
         return self._rounding.run(lambda: func(*args, **(kwargs or {})), unit)
 
     def _unit(self, name: str) -> Unit | None:
-        """Return the counterpart's unit: the function of this number, or else the same one as often called before."""
+        """Return the unit of the function of this number, or else of the same one as often called before."""
         number, occurrence = self._number, self._seen.get(name, 0)
         self._number, self._seen[name] = number + 1, occurrence + 1
         if number < len(self._units) and self._units[number].name == name:

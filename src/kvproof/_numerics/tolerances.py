@@ -88,14 +88,14 @@ FAR_FACTOR = Constant(
 UNSAMPLED_FACTOR = Constant(
     name="unsampled factor",
     value=64.0,
-    source="the far factor, for a decoder that computes outside torch; the errors of all rows together decide there",
+    source="the far factor, for a decoder that computes outside torch, where the errors of all rows decide",
 )
 #: A dtype that a run is known to compute in, unseen, counts for so many of its units of the row's scale.
 HIDDEN_UNITS = Constant(
     name="hidden units",
     value=100.0,
-    source="float32 noise stays below 5e-5 of the scale over 170 model types, most of it below 100 units; a noise of "
-    "zero measures nothing",
+    source="float32 noise stays below 5e-5 of the scale over 170 model types, most of it below 100 units; "
+    "a noise of zero measures nothing",
 )
 #: A float64 run that cannot be watched is taken for one if regrouping moves its rows by no more than this part.
 FLOAT64_NOISE = Constant(

@@ -28,7 +28,7 @@ _CASTS = {
     torch.Tensor.float: torch.float64,
     torch.Tensor.half: torch.float64,
     torch.Tensor.bfloat16: torch.float64,
-    torch.Tensor.cfloat: torch.complex128,
+    torch.Tensor.cfloat: torch.complex128,  # type: ignore[attr-defined]
     torch.Tensor.chalf: torch.complex128,
 }
 _NAMES_TYPES = frozenset({torch.dtype, str})  # what a type may be asked for by
@@ -40,9 +40,9 @@ class TrueFloat64(TorchFunctionMode):
     """While it is entered, every request for a lower float type is a request for float64.
 
     Rewritten are ``dtype`` arguments of any torch function, ``.float()``, ``.half()``, ``.bfloat16()`` and their
-    complex kin, and type names; a complex type becomes complex128; what is made without a type is float64; and a top-k breaks ties by the lowest index. Enter it
-    around a forward alone: a model that is built, or a fault that is planted, inside it would not be the one
-    that runs outside.
+    complex kin, and type names; a complex type becomes complex128; what is made without a type is float64; and a
+    top-k breaks ties by the lowest index. Enter it around a forward alone: a model that is built, or a fault that
+    is planted, inside it would not be the one that runs outside.
     """
 
     def __enter__(self) -> "TrueFloat64":

@@ -1,7 +1,7 @@
 """A watch on the dtypes that a run computes in: what is said to be float64 must be float64 throughout.
 
-A kernel that accumulates in float32, a conversion through another framework, a cast that no one asked for by name:
-each leaves rounding of float32's size in a row of float64, which would be taken for a bug.
+A kernel that accumulates in float32, a conversion through another framework, a cast that no one asked for by
+name: each leaves rounding of float32's size in a row of float64, which would be taken for a bug.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,11 +38,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Watch":
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._ways_out.__enter__()
+        self._ways_out.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._ways_out.__exit__(*exception)
+        self._ways_out.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -55,6 +55,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result  # a constant, or an index
         if func.namespace not in _OWN:
             self.unseen = self.unseen or f"{func} is a kernel of another library"
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in aliases):
+            return result  # a view computes nothing
         for value in _numbers(result):
             self.dtypes.add(value.dtype)
             self._storages.add(value.untyped_storage().data_ptr())

@@ -82,6 +82,7 @@ class Comparison(StrEnum):
 
     CACHED = "cached"  #: the cached path against the uncached one
     CAUSALITY = "causality"  #: two uncached computations: the prefix alone, and within a longer sequence
+    REPEATED = "repeated"  #: the same computation twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,8 @@ class Evidence:
     choices: ChoiceEvidence | None = None  #: measured only if a choice of experts may have moved the row
     #: without a float64 run: unit in the last place of the coarsest dtype that the decoder computes in, if known
     coarsest_unit: float | None = added_in(1, None)
+    #: of causality: how far the row moves if later tokens alone change, in a pass of the same length
+    leak: float | None = added_in(1, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +259,7 @@ class FourWays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRatio:
-    """The errors of all rows of a scenario together, against float64: the cached path's by the uncached path's."""
+    """The errors of all rows of a scenario together: the cached path's beside the uncached path's."""
 
     num_rows: int
     uncached_rms: float  #: root mean square over all rows and entries
@@ -279,7 +282,8 @@ class ScenarioResult:
     reason: str | None  #: why not everything was compared
     divergence: Divergence | None
     four_ways: FourWays | None  #: of the first row that diverged
-    errors: ErrorRatio | None = added_in(1, None)  #: None without float64, or with too few rows
+    #: None without float64, or with too few rows
+    errors: ErrorRatio | None = added_in(1, None)  # noqa: RUF009 - it is frozen
 
 
 class Outcome(StrEnum):

@@ -7,7 +7,7 @@ so it does not need to trust the adapter. An adapter's exceptions become `Subjec
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
@@ -104,6 +104,17 @@ class Subject(ABC):
     def chats(self) -> bool:
         """Whether the tokenizer has a chat template."""
         return False
+
+    def state(self) -> Mapping[str, object]:
+        """What the decoder keeps between calls, by name, each with a mark that changes if it does.
+
+        It is looked at if the same call gives other rows, to say why; the default sees nothing.
+        """
+        return {}
+
+    def random_parts(self) -> Iterator[str]:
+        """Yield what may make the decoder draw random numbers, in words, such as a dropout given as a number."""
+        yield from ()
 
     @abstractmethod
     def token(self, token_id: int) -> str:

@@ -1,6 +1,6 @@
 """The adapter for a decoder that consists of two functions, in any framework."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._module_state import modules_behind, random_parts, state_of_function
 
 #: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64
 #: NumPy array (seq,).
@@ -48,8 +49,8 @@ class CallableSubject(CacheValueSubject):
 
         ``context_len`` is the number of positions, if it is limited. ``ops`` holds the operations on a cache
         besides stepping; the default only makes deep copies. ``cast(dtype)`` returns both functions in another
-        dtype, such as ``"float64"``. Without it, only noise can separate rounding from bugs. Functions that return
-        float64, or are said to compute in it by ``true_float64``, do so where their code asks torch for less.
+        dtype, such as ``"float64"``. Without it, only noise can separate rounding from bugs. Functions that
+        return float64, or are said to compute in it by ``true_float64``, do so where they ask torch for less.
 
         Raises `UsageError` for an argument that is not callable, and `SubjectError` if ``full`` raises or does
         not return logits.
@@ -77,6 +78,16 @@ class CallableSubject(CacheValueSubject):
     def info(self) -> SubjectInfo:
         """The subject's description and abilities; kvproof cannot see its weights or layers."""
         return self._info
+
+    def state(self) -> Mapping[str, object]:
+        """What the two functions hold: in closures, in their own object, and in modules there."""
+        return state_of_function(self.full) | state_of_function(self._step)
+
+    def random_parts(self) -> Iterator[str]:
+        """Yield training mode, and dropout given as a number, of modules that the functions hold."""
+        modules = {id(m): m for f in (self.full, self._step) for _, m in modules_behind(f)}
+        for module in modules.values():
+            yield from random_parts(module)
 
     def step(
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap

@@ -1,7 +1,7 @@
 """The adapter for any torch module."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
 from kvproof.subjects._base import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import layer_of, tapped
 
 
@@ -58,8 +59,8 @@ class ModuleSubject(CacheValueSubject):
         as ``{"use_cache": True}``. ``context_len`` is the number of positions, and ``windows`` are the lengths of
         sliding windows, if there are any; the audit chooses lengths around them. With ``batch``, sessions can
         hold several rows. ``start(module)`` returns an empty cache in the module's own dtype; without it the
-        first call gets None. ``ops`` holds the operations on a cache besides feeding it. A module whose weights are
-        float64, or that is said to be by ``true_float64``, computes in float64 where its code asks for less.
+        first call gets None. ``ops`` holds the operations on a cache besides feeding it. A module whose weights
+        are float64, or that is said to be by ``true_float64``, computes in float64 where its code asks for less.
 
         Raises `UsageError` for a name that the module's ``forward`` does not accept, and `SubjectError` if a
         first call raises or does not return logits.
@@ -105,6 +106,14 @@ class ModuleSubject(CacheValueSubject):
     def boundaries(self) -> Boundaries:
         """The declared context and windows."""
         return self._boundaries
+
+    def state(self) -> Mapping[str, object]:
+        """The module's tensors and plain attributes."""
+        return state_of_module(self.module)
+
+    def random_parts(self) -> Iterator[str]:
+        """Yield training mode, and dropout given as a number."""
+        yield from random_parts(self.module)
 
     def start(self) -> Any:
         """Return an empty cache, or None if the module creates its own."""

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from kvproof.reference import VOCABULARY, Checkpoint, DecoderCache
 from kvproof.reference.cache import Append
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Opening, Session, Subject
+from kvproof.subjects._module_state import random_parts, state_of_module
 
 _ABILITIES = (
     Ability.CAST,
@@ -73,6 +74,14 @@ class ReferenceSubject(Subject):
     def seed(self) -> int | None:
         """The seed of the training run."""
         return self.checkpoint.seed
+
+    def state(self) -> Mapping[str, object]:
+        """The module's tensors and plain attributes."""
+        return state_of_module(self.decoder)
+
+    def random_parts(self) -> Iterator[str]:
+        """Yield training mode, and dropout given as a number."""
+        yield from random_parts(self.decoder)
 
     def token(self, token_id: int) -> str:
         """Return the text of a token, or its id if the decoder has another vocabulary."""

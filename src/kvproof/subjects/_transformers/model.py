@@ -26,6 +26,7 @@ from kvproof.contract.stages import Site, Stage
 from kvproof.errors import AbilityError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
 from kvproof.subjects._base import Generated, Opening, Session, Subject
+from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import tapped
 from kvproof.subjects._transformers import caches as _caches
 from kvproof.subjects._transformers import generate as _generate
@@ -122,6 +123,14 @@ class TransformersSubject(Subject):
         """Why the library cannot keep some kinds of cache for the model, or cannot generate from it."""
         reasons = _caches.lacks(self._no_cache)
         return reasons if self._no_generate is None else {**reasons, Ability.GENERATE: self._no_generate}
+
+    def state(self) -> Mapping[str, object]:
+        """The module's tensors and plain attributes."""
+        return state_of_module(self.model)
+
+    def random_parts(self) -> Iterator[str]:
+        """Yield training mode, and dropout given as a number."""
+        yield from random_parts(self.model)
 
     def token(self, token_id: int) -> str:
         """Return the token's text in quotes, because its spaces matter; without a tokenizer, return the id."""
