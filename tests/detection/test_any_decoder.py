@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvproof import CallableSubject, ModuleSubject, Report, Subject, Verdict, audit
 from kvproof._numerics.casting import cast_module
+from kvproof.errors import UsageError
 from kvproof.scenarios import chunked_prefill, token_by_token
 from kvproof.subjects import CacheOps
 
@@ -410,3 +411,28 @@ def test_the_finding_of_all_rows_together_names_its_numbers():
     assert result.errors is not None
     assert result.errors.ratio > result.errors.lowest > 1
     assert chunked_prefill((1, 2, 3), 2).name  # the scenario's own builder is untouched by what is judged
+
+
+def test_the_truth_of_another_implementation_decides_where_there_is_no_float64():
+    """Both rows' errors against it stand side by side, for one row and for all together."""
+    truth = module_of(SmallDecoder)
+
+    def without_float64(kind: type[SmallDecoder]) -> CallableSubject:
+        full, step = functions(kind(), torch.bfloat16)
+        return CallableSubject(lambda ids: full(ids).float(), lambda ids, past: _as_float32(step(ids, past)))
+
+    sound = audit(without_float64(SmallDecoder), QUICK, truth=truth, certificate=False)
+    assert sound.verdict.passes, sound.summary
+    assert all(result.errors for result in sound.scenarios if result.name in QUICK)
+    broken = audit(without_float64(LargerKeys), QUICK, truth=truth, certificate=False)
+    assert not broken.verdict.passes
+    with pytest.raises(UsageError, match="computes another function"):
+        audit(without_float64(SmallDecoder), QUICK, truth=module_of(SmallDecoder, seed=3), certificate=False)
+    with pytest.raises(UsageError, match="needs no truth"):
+        audit(truth, QUICK, truth=truth, certificate=False)
+    with pytest.raises(UsageError, match="cannot be cast to float64"):
+        audit(without_float64(SmallDecoder), QUICK, truth=without_float64(SmallDecoder), certificate=False)
+
+
+def _as_float32(returned: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return returned[0].float(), returned[1]

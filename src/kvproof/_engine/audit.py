@@ -23,10 +23,11 @@ from kvproof._engine.verdict_rules import (
     judge_audit,
     judge_scenario,
     judge_scenarios,
+    smallest_bug,
 )
-from kvproof._numerics.dtypes import dtype_of, name_of
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import largest
-from kvproof._numerics.tolerances import CONSTANTS, NOISE_FACTOR, TOP_RUNG, declared_tolerance
+from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
 from kvproof._system.machine import environment
 from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
 from kvproof.contract.report import VERSION, Report
@@ -70,6 +71,7 @@ def audit(
     keep_partial: bool = False,
     jobs: int | None = 1,
     repeats: int = 2,
+    truth: object = None,
     on_scenario: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Compare the cached path with the uncached one at every row of every scenario.
@@ -91,8 +93,9 @@ def audit(
     arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for the
     scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
     system can be forked. One uncached call and one cached program are made ``repeats`` times first: where their
-    rows differ, the decoder is not deterministic, and nothing else is concluded. ``on_scenario`` is told what is
-    being run.
+    rows differ, the decoder is not deterministic, and nothing else is concluded. ``truth`` is the same weights in
+    another implementation, which has float64, for a decoder that has none: the errors of both paths against it
+    stand side by side. ``on_scenario`` is told what is being run.
 
     A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
     inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
@@ -103,6 +106,8 @@ def audit(
     auditor = Auditor(
         subject, tolerance, reference, top_rung=top_rung, all_values=all_values, jobs=jobs, repeats=repeats
     )
+    if truth is not None:
+        auditor.uncached.ladder.set_truth(as_subject(truth))
     results, fault_results = list[ScenarioResult](), list[FaultResult]()
     evidence, partial = None, False
     try:
@@ -123,12 +128,12 @@ def audit(
         if not keep_partial:
             raise
         partial = True
-    verdict = judge_audit(results, evidence, rung_problem=auditor.uncached.rung_problem)
+    verdict = judge_audit(results, evidence, rung_problem=auditor.uncached.ladder.problem)
     return Report(
         schema_version=VERSION.major,
         schema_minor=VERSION.minor,
         verdict=verdict,
-        summary=summarise(verdict, results, evidence, auditor.uncached.rung_problem),
+        summary=summarise(verdict, results, evidence, auditor.uncached.ladder.problem),
         environment=environment(),
         request=None,
         subject=subject.info,
@@ -138,6 +143,7 @@ def audit(
         faults=tuple(fault_results),
         certificate=evidence,
         notes=(*auditor.notes(), *((NO_CERTIFICATE,) if verdict.passes and not certificate else ())),
+        smallest_bug=smallest_bug(row for result in results if not result.advice for row in result.rows),
         partial=partial,
         spreads=auditor.spreads,
         milestone=None,
@@ -378,9 +384,7 @@ class Auditor:
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
-        if self.uncached.top is None and self.uncached.no_top_reason is not None:
-            yield f"no float64 rung, so noise alone decides: {self.uncached.no_top_reason}"
-        yield from self._what_is_inside()
+        yield from self.uncached.ladder.notes()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
         for name, reason in self._side.without_exact.items():
@@ -392,20 +396,6 @@ class Auditor:
             text = f"the random programs compared {listed[0]}, and made {', '.join(listed[1:])}"
             none = [kind for kind in kinds if not made[kind]]
             yield text + (f"; not tried, though the subject is able: {', '.join(none)}" if none else "")
-
-    def _what_is_inside(self) -> Iterator[str]:
-        """Yield what the float64 rung computes in a coarser dtype, and what that hides."""
-        uncached = self.uncached
-        if uncached.top is None or uncached.inside is None or not uncached.inner_rounding:
-            return
-        inside, dtype = uncached.inside, uncached.top.subject.info.dtype
-        why = inside.unseen or f"inside, {', '.join(inside.lowered[:3])}"
-        if dtype != name_of(TOP_RUNG):
-            why = uncached.no_top_reason or "float64 was not to be had"
-        yield (
-            f"the {dtype} rung is no better than {uncached.inner_rounding:.1e} of a row's scale ({why}): a gap "
-            f"is called a bug from {NOISE_FACTOR.value * uncached.inner_rounding:.1e} on"
-        )
 
     def _prepare(self, programs: Iterable[Scenario], jobs: int = 1) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did."""
@@ -435,7 +425,7 @@ class Auditor:
     @property
     def _values_are_exact(self) -> bool:
         """Whether a value that differs on the way is a bug, and not what rounding may do."""
-        return self.uncached.is_exact
+        return self.uncached.ladder.is_exact
 
     def _locate(self, check: _Check, program: Scenario, fault: Fault | None, judged: ProgramRows) -> None:
         """Look for the first wrong value and the wrong side; of the first program that shows one, and no more."""

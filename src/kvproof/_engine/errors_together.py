@@ -25,7 +25,7 @@ def errors_together(rows: Sequence[RowResult]) -> ErrorRatio | None:
     """
     pairs = []
     for row in rows:
-        exact = row.evidence.exact
+        exact = row.evidence.exact or row.evidence.truth
         if exact is None or exact.uncached_rms is None or exact.cached_rms is None:
             continue
         if row.evidence.choices is None and not row.evidence.rounded_tables:

@@ -18,6 +18,7 @@ from kvproof.contract.results import (
     ExactEvidence,
     RowResult,
     Tolerance,
+    TruthEvidence,
 )
 from kvproof.subjects import Subject
 
@@ -45,6 +46,7 @@ class RowEvidence:
             scale=gap.scale,
             exact=None if exact is None else self._exact(prefix, actual, exact),
             coarsest_unit=None if exact is not None else self._coarsest_unit(),
+            truth=self._truth(prefix, actual) if exact is None else None,
         )
         evidence = self.with_sampling(evidence, prefix)
         verdict, reason = judge(evidence)
@@ -71,7 +73,7 @@ class RowEvidence:
                 scale=both.top_scale,
                 uncached_error=both.error,
                 cached_error=None,
-                inner_rounding=self.uncached.inner_rounding * both.top_scale,
+                inner_rounding=self.uncached.ladder.inner_rounding * both.top_scale,
             )
         evidence = Evidence(
             comparison=Comparison.CAUSALITY,
@@ -122,7 +124,7 @@ class RowEvidence:
 
     def with_sampling(self, evidence: Evidence, prefix: Prefix) -> Evidence:
         """Add how far random rounding moves the row, where that decides its verdict."""
-        if not self.uncached.can_sample or not needs_sampling(evidence):
+        if not self.uncached.ladder.can_sample or not needs_sampling(evidence):
             return evidence
         return dataclasses.replace(evidence, sampled_error=self.uncached.sampled_error(prefix))
 
@@ -155,15 +157,26 @@ class RowEvidence:
             scale=gap.scale,
             uncached_error=uncached.error(len(prefix)),
             cached_error=error_of_row(truth, actual),
-            own_error=error_of_row(truth, own) if uncached.can_sample else None,
+            own_error=error_of_row(truth, own) if uncached.ladder.can_sample else None,
             uncached_rms=math.sqrt(mean_square_error(truth, own)),
             cached_rms=math.sqrt(mean_square_error(truth, actual)),
-            inner_rounding=uncached.inner_rounding * gap.scale,
-            is_watched=uncached.inside is None or uncached.inside.unseen is None,
+            inner_rounding=uncached.ladder.inner_rounding * gap.scale,
+            is_watched=uncached.ladder.inside is None or uncached.ladder.inside.unseen is None,
+        )
+
+    def _truth(self, prefix: Prefix, actual: Tensor) -> TruthEvidence | None:
+        if self.uncached.ladder.truth is None:
+            return None
+        truth, own = self.uncached.row_of(self.uncached.ladder.truth, prefix), self.uncached.row(prefix)
+        return TruthEvidence(
+            uncached_error=error_of_row(truth, own),
+            cached_error=error_of_row(truth, actual),
+            uncached_rms=math.sqrt(mean_square_error(truth, own)),
+            cached_rms=math.sqrt(mean_square_error(truth, actual)),
         )
 
     def _coarsest_unit(self) -> float | None:
-        inside = self.uncached.inside
+        inside = self.uncached.ladder.inside
         return None if inside is None else inside.coarsest
 
 

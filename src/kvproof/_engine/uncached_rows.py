@@ -8,7 +8,6 @@ among them.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,32 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvproof._engine.ladder import Ladder
 from kvproof._engine.rung import Block, Prefix, Rung
-from kvproof._engine.rung_proof import (
-    Inside,
-    exact_dtypes,
-    inner_rounding,
-    look_inside,
-    mean_squares,
-    noise_of_all_ways,
-)
 from kvproof._engine.verdict_rules import judge_margin
-from kvproof._numerics.dtypes import dtype_of, name_of
+from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import error_of_row, gap_between, gap_of_rows, largest
 from kvproof._numerics.random_rounding import RandomRounding, Unit, UnitRecorder
-from kvproof._numerics.tolerances import (
-    FAR_FACTOR,
-    FLOAT64_NOISE,
-    HIDDEN_UNITS,
-    NUM_SAMPLES,
-    SAME_FUNCTION_UNITS,
-    TOP_RUNG,
-)
+from kvproof._numerics.tolerances import FAR_FACTOR, NUM_SAMPLES
 from kvproof._numerics.top_k import Choice, Choices
 from kvproof._system.pool import map_in_processes
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
-from kvproof.scenarios import Ability
 from kvproof.subjects import Subject
 from kvproof.subjects._base import wrap_errors
 
@@ -90,18 +74,7 @@ class Uncached:
         self._is_causal = is_causal
         self.declared = Rung(subject)
         self._dtype: torch.dtype = dtype_of(subject.info.dtype)
-        self.top: Rung | None = None
-        self.no_top_reason: str | None = None if top_rung else "left out as asked"
-        if top_rung and Ability.CAST not in subject.info.abilities and self._dtype is TOP_RUNG:
-            self.top = self.declared
-        elif top_rung and Ability.CAST not in subject.info.abilities:
-            self.no_top_reason = "the subject cannot be cast"
-        elif top_rung:
-            self._climb(subject)
-        self.rung_problem: str | None = None  #: why the exact rung is none, where that is a mistake to be mended
-        self.inside: Inside | None = None  #: what the exact rung computes in, or else the declared one
-        #: How far what the exact rung computes in a coarser dtype may move a row, as a part of its scale.
-        self.inner_rounding = 0.0
+        self.ladder = Ladder(self.declared, wanted=top_rung)
         self._units: dict[Prefix, list[Unit]] = {}
         self.both_ways: list[BothWays] = []
         self._sequences: list[Prefix] = []
@@ -121,72 +94,20 @@ class Uncached:
         """The rungs there are, the declared one first."""
         return [self.declared] if self.top is None else [self.declared, self.top]
 
-    def _climb(self, subject: Subject) -> None:
-        """Take the most exact dtype that the subject can be cast to."""
-        for dtype in exact_dtypes(dtype_of(subject.info.dtype)):
-            try:
-                self.top = Rung(subject.cast(dtype))
-            except SubjectError as error:
-                self.no_top_reason = self.no_top_reason or str(error).splitlines()[0]
-            else:
-                return
+    @property
+    def top(self) -> Rung | None:
+        """The most exact rung, if there is one besides the declared dtype's."""
+        return self.ladder.top
 
     def drop_top(self, error: SubjectError | str) -> None:
         """Go on without a more exact rung, and remember why."""
-        self.top, self.no_top_reason = None, str(error).splitlines()[0]
+        self.ladder.drop_top(error)
         self.both_ways = [
             dataclasses.replace(both, top_gap=None, top_scale=None, error=None) for both in self.both_ways
         ]
 
-    @property
-    def can_sample(self) -> bool:
-        """Whether random rounding reaches everything that the exact rung computes."""
-        return self.top is not None and self.inside is not None and self.inside.unseen is None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether there is a rung that computes in float64 throughout, so that a value that differs is a bug."""
-        if self.top is None or self.inside is None or self.top.subject.info.dtype != name_of(TOP_RUNG):
-            return False
-        return self.inner_rounding == 0.0
-
-    def _prove(self, sequence: Prefix) -> None:
-        """Look inside the most exact rung, and give it up where it is another function.
-
-        Where something inside computes in a coarser dtype, measure how far that may move a row, or assume it.
-        """
-        if self.top is None:
-            self.inside = look_inside(self.declared, sequence)
-            return
-        self.inside = look_inside(self.top, sequence)
-        if self.top is self.declared and self.inside.is_float64:
-            return
-        assumed = HIDDEN_UNITS.value * torch.finfo(torch.float32).eps
-        if self.top.subject.info.dtype != name_of(TOP_RUNG):
-            self.inner_rounding = assumed
-        elif self.inside.unseen is not None:
-            # Ways that agree to float64's unit may hold a float32 result all the same: it rounds alike in all.
-            is_clean = noise_of_all_ways(self.top, sequence) <= FLOAT64_NOISE.value
-            self.inner_rounding = torch.finfo(torch.float32).eps / 2 if is_clean else assumed
-        elif self.inside.lowered:
-            self.inner_rounding = inner_rounding(self.top, sequence)
-        if self.top is not self.declared and not self._is_same_function(sequence):
-            problem = (
-                f"the {self.top.subject.info.dtype} run computes another function: its uncached rows differ from "
-                f"those in {self.declared.subject.info.dtype} by more than rounding explains"
-            )
-            self.drop_top(problem)
-            self.rung_problem, self.inside, self.inner_rounding = problem, None, 0.0
-            self.inside = look_inside(self.declared, sequence)
-
-    def _is_same_function(self, sequence: Prefix) -> bool:
-        assert self.top is not None
-        error, size = mean_squares(self.declared, self.top, sequence)
-        part = min(SAME_FUNCTION_UNITS.value * torch.finfo(self._dtype).eps, 0.5)
-        if not (math.isfinite(error) and math.isfinite(size)) or error <= part**2 * size:
-            return True  # what is not finite is judged row by row
-        if not self.can_sample:
-            return False
+    def _is_explained(self, sequence: Prefix) -> bool:
+        """Return whether random rounding moves exact rows about as far as the declared dtype's are from them."""
         length = min(len(sequence), SAMPLED_LEN)
         errors = [self.own_error(sequence[:n]) for n in range(1, length + 1)]
         return largest(errors) <= FAR_FACTOR.value * self.sampled_error(sequence[:length])
@@ -225,17 +146,18 @@ class Uncached:
                 self._measure_or_drop_top(sequence)
             except SubjectError as error:
                 problem = problem or str(error)
-        if self.inside is None and self._sequences:
+        if self.ladder.inside is None and self._sequences:
             self._prove_or_drop_top(self._sequences[0])
         return problem
 
     def _prove_or_drop_top(self, sequence: Prefix) -> None:
+        had_top = self.top is not None
         try:
-            self._prove(sequence)
+            self.ladder.prove(sequence, self._is_explained)
         except SubjectError as error:
-            if self.top is not None and self.top is not self.declared:
-                self.drop_top(error)
-            self.inside = Inside(coarsest=None, lowered=(), unseen=str(error).splitlines()[0])
+            self.ladder.give_up_looking(error)
+        if had_top and self.top is None:
+            self.drop_top(self.ladder.no_top_reason or "")
 
     def _measure_or_drop_top(self, sequence: Prefix) -> None:
         try:

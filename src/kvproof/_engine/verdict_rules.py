@@ -36,6 +36,7 @@ from kvproof.contract.results import (
     ExactEvidence,
     RowResult,
     ScenarioResult,
+    TruthEvidence,
     Verdict,
     worst,
 )
@@ -170,6 +171,8 @@ def _judge_by_noise(row: Evidence) -> Judgement:
     """
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
+    if row.truth is not None:
+        return _judge_by_truth(row, row.truth)
     if row.noise > NOISE_LIMIT.value * row.allowed:
         return Verdict.INCONCLUSIVE, (
             f"two uncached ways to compute a row differ by {row.noise:.2e}, too much to take for noise, "
@@ -185,6 +188,23 @@ def _judge_by_noise(row: Evidence) -> Judgement:
     return Verdict.INCONCLUSIVE, (
         f"gap {row.gap:.2e} is beyond the noise × {factor}, and below {limit:.2e}, which would be a bug: "
         "there is no more exact run to decide"
+    )
+
+
+def _judge_by_truth(row: Evidence, truth: TruthEvidence) -> Judgement:
+    """Judge by how far either row is from the truth; what one row leaves open, all rows together decide."""
+    explained = ROUNDING_FACTOR.value * largest((row.noise, truth.uncached_error))
+    if truth.cached_error <= explained:
+        return Verdict.ROUNDING, (
+            f"against the truth the cached row is off by {truth.cached_error:.2e}, the uncached one by "
+            f"{truth.uncached_error:.2e}"
+        )
+    limit = bug_limit_by_noise(row)
+    if row.gap > limit:
+        return Verdict.DIVERGED, f"gap {row.gap:.2e} is beyond {limit:.2e}, which no rounding explains"
+    return Verdict.INCONCLUSIVE, (
+        f"against the truth the cached row is off by {truth.cached_error:.2e}, more than {explained:.2e}, "
+        f"{ROUNDING_FACTOR.value:g} × what the uncached one is"
     )
 
 
@@ -257,6 +277,17 @@ def _describe_flip(flip: ChoiceFlip) -> str:
         f"top-k {flip.number + 1} of position {flip.position} takes {flip.taken} where the uncached "
         f"path takes {flip.rejected}, {how}, and rounding moves them by {flip.error:.2e}"
     )
+
+
+def smallest_bug(rows: Iterable[RowResult]) -> float | None:
+    """Return the smallest change, as a part of a row's scale, that is called a bug in every one of these rows."""
+    found = [0.0]
+    for row in rows:
+        evidence, exact = row.evidence, row.evidence.exact
+        if evidence.comparison is Comparison.CACHED and evidence.scale:
+            limit = bug_limit_by_noise(evidence) if exact is None else bug_limit(exact)
+            found.append(limit / (evidence.scale if exact is None else exact.scale or evidence.scale))
+    return largest(found) or None
 
 
 def is_near_tie(flip: ChoiceFlip) -> bool:

@@ -73,9 +73,17 @@ POINTER_FACTOR = Constant(
     source="four times the rounding factor, because a single value's error varies more than a row's largest",
 )
 #: The cached path's root mean square error over all rows of a scenario, by the uncached path's …
-RATIO_LIMIT = Constant(name="ratio limit", value=1.5, source="to be measured")
+RATIO_LIMIT = Constant(
+    name="ratio limit",
+    value=1.3,
+    source="of 138 healthy model types in three dtypes none had a ratio whose lowest resample was above 1.05",
+)
 #: … and the same of the median row: one row that a near-tie moved says nothing of a dtype.
-MEDIAN_LIMIT = Constant(name="median limit", value=1.25, source="to be measured")
+MEDIAN_LIMIT = Constant(
+    name="median limit",
+    value=1.2,
+    source="of the same types one alone, whose recurrent and chunked forms differ, had a median above 1.12: 1.16",
+)
 #: A row that random rounding alone excuses is no evidence where it moves the row this much further than all that
 #: was measured.
 FAR_FACTOR = Constant(

@@ -48,6 +48,8 @@ class AuditOptions:
     as_list: bool
     reference: "Reference"
     certificate: bool
+    truth: str | None
+    repeats: int
     jobs: int | None
     fail_fast: bool
     baseline: Path | None
@@ -89,6 +91,18 @@ class AuditOptions:
     default=True,
     show_default=True,
     help="After a pass, plant deliberate faults to prove that this audit can fail.",
+)
+@click.option(
+    "--truth",
+    metavar="TARGET",
+    help="The same weights in another implementation, which has float64, for a TARGET that has none.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="How often the same call is made first, to see that it gives the same rows; 1 leaves that out.",
 )
 @click.option(
     "--jobs",
@@ -133,7 +147,7 @@ def _run(
     from kvproof._system.machine import use_one_thread
     from kvproof.scenarios import catalogue, random_programs, select
     from kvproof.subjects import limits_of
-    from kvproof.subjects._targets import load_target
+    from kvproof.subjects._targets import fit_options, load_target
 
     seed = options.seed
     # More threads than one only wait for each other on tensors as small as a random model's.
@@ -141,6 +155,11 @@ def _run(
     with show_progress(options.quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading.config}")
         subject = load_target(target, loading.options(seed))
+        truth = None
+        if options.truth is not None:
+            progress.stage(f"loading {options.truth}")
+            exact = fit_options(options.truth, replace(loading.options(seed), dtype="float64"))
+            truth = load_target(options.truth, exact)
         first, other = sequences_for(subject, text, options.length, seed)
         drawn = random_programs(limits_of(subject), num=options.num_programs, seed=seed, max_len=len(first))
         programs = (*catalogue(first, other, subject.boundaries), *drawn)
@@ -155,6 +174,8 @@ def _run(
             on_scenario=progress.part,
             reference=options.reference,
             certificate=options.certificate,
+            truth=truth,
+            repeats=options.repeats,
             jobs=options.jobs,
             fail_fast=options.fail_fast,
         )

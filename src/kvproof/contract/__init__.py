@@ -52,6 +52,7 @@ from kvproof.contract.results import (
     SpreadSite,
     SubjectInfo,
     Tolerance,
+    TruthEvidence,
     Verdict,
 )
 from kvproof.contract.stages import Site, Stage
@@ -110,5 +111,6 @@ __all__ = [
     "SubjectInfo",
     "Sweep",
     "Tolerance",
+    "TruthEvidence",
     "Verdict",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
+from kvproof.contract.codec import added_in
 from kvproof.contract.environment import Environment
 from kvproof.contract.milestone import Milestone
 from kvproof.contract.results import (
@@ -58,6 +59,8 @@ class Report:
     faults: tuple[FaultResult, ...]
     certificate: Certificate | None
     notes: tuple[str, ...]  #: anything else that a reader must know, such as that there was no float64 run
+    #: the smallest change, as a part of a row's largest logit, that this audit calls a bug in every row
+    smallest_bug: float | None = added_in(1, None)
     partial: bool  #: interrupted or stopped at the first finding, so scenarios may be missing
     spreads: tuple[Spread, ...]  #: of the first finding, or else of a passing program; then of each planted fault
     milestone: Milestone | None

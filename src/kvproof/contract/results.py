@@ -108,6 +108,16 @@ class ExactEvidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TruthEvidence:
+    """How far both rows are from the same weights' row in another implementation, which has float64."""
+
+    uncached_error: float
+    cached_error: float
+    uncached_rms: float  #: root mean square over the row's entries
+    cached_rms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceFlip:
     """A choice of experts on which the two paths differ, although they agree on every earlier one."""
 
@@ -148,6 +158,8 @@ class Evidence:
     coarsest_unit: float | None = added_in(1, None)
     #: of causality: how far the row moves if later tokens alone change, in a pass of the same length
     leak: float | None = added_in(1, None)
+    #: without a float64 run: the errors against another implementation of the same weights, if one was given
+    truth: TruthEvidence | None = added_in(1, None)  # noqa: RUF009 - it is frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
         yield _overview(report.scenarios)
         yield from _reasons(report.scenarios)
         yield _arbiter(report.scenarios)
+        yield from _together(report)
         yield _tokens(report.scenarios)
         yield Text()
     else:
@@ -188,6 +189,19 @@ def _arbiter(scenarios: tuple[ScenarioResult, ...]) -> RichText:
     rows = [row for scenario in scenarios if not scenario.advice for row in scenario.rows]
     cached, uncached = _largest(r.cached_error for r in rows), _largest(r.uncached_error for r in rows)
     return Text(f"largest error against float64: {cached} cached, {uncached} uncached")
+
+
+def _together(report: Report) -> Iterator[RichText]:
+    """Show the scenario whose rows together have the largest errors, and what the audit can see."""
+    errors = [(each.errors, each.name) for each in report.scenarios if each.errors and not each.advice]
+    if errors:
+        worst, name = max(errors, key=lambda pair: pair[0].lowest)
+        yield Text(
+            f"root mean square errors: the cached path's are at most {worst.ratio:.2f} times the uncached "
+            f"path's, over {worst.num_rows} rows of {name}"
+        )
+    if report.smallest_bug is not None:
+        yield Text(f"a gap is called a bug from {report.smallest_bug:.0e} of the row's scale on")
 
 
 def _tokens(scenarios: tuple[ScenarioResult, ...]) -> RichText:
