@@ -316,15 +316,18 @@ class Uncached:
         literal, one = self.declared.literal(prefix), self.declared.one_pass(sequence, length)
         gap = gap_between(literal, one)
         self._noise[length] = largest((self._noise[length], gap.size))
-        margin, margin_verdict = judge_margin(literal, one, gap.size)
         top_gap = top_scale = error = None
+        explained = gap.size
         if self.top is not None:
             truth = self.top.literal(prefix)
-            top = gap_between(truth, self.top.one_pass(sequence, length))
+            top_one = self.top.one_pass(sequence, length)
+            top = gap_between(truth, top_one)
             top_gap, top_scale = top.size, top.scale
+            explained = largest((gap_between(truth, literal).size, gap_between(top_one, one).size))
             error = largest(gap_between(truth, row).size for row in (literal, one))
             self._top_noise[length] = largest((self._top_noise[length], top.size))
             self._errors[length] = largest((self._errors[length], error))
+        margin, margin_verdict = judge_margin(literal, one, explained)
         self.both_ways.append(
             BothWays(
                 prefix=prefix,

@@ -144,7 +144,7 @@ class RowResult:
     evidence: Evidence  #: decides the verdict, and can be judged again
     worst_id: int  #: the vocabulary entry with the largest difference
     margin: float  #: the expected row's largest logit minus its second largest
-    margin_verdict: MarginVerdict  #: whether the gap could change the most likely token
+    margin_verdict: MarginVerdict  #: whether rounding could change the most likely token
     verdict: Verdict
     reason: str
     expected: tuple[float, ...] | None  #: the uncached row itself, if the vocabulary is small
