@@ -238,7 +238,7 @@ class FourWays:
 
     ids: tuple[int, ...]
     groups: tuple[tuple[str, ...], ...]
-    suspect: str | None  #: the one computation that disagrees with all others, if there is one
+    suspect: str | None  #: a way that is wrong, if the others agree and do not all make the same kind of call
     sentence: str
 
 
@@ -254,7 +254,7 @@ class ScenarioResult:
     num_values_compared: int  #: intermediate values compared in float64
     reason: str | None  #: why not everything was compared
     divergence: Divergence | None
-    four_ways: FourWays | None  #: of the first row that diverged
+    four_ways: FourWays | None  #: of the first row that diverged, or of a longer one if only that tells
 
 
 class Outcome(StrEnum):
