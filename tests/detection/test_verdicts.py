@@ -11,12 +11,15 @@ from tests.strategies import random_subject
 from kvproof import ReferenceSubject, Report, Subject, Tolerance, Verdict, audit, faults, localise
 from kvproof._engine.audit import Auditor
 from kvproof._reference_system.milestone import TOLERANCE
+from kvproof.contract.ledger import MarginVerdict
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import AbilityError, SubjectError
 from kvproof.faults import Fault, Planting
 from kvproof.reference import DecoderConfig
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, chunked_prefill, token_by_token
+from kvproof.subjects._base import Opening
+from kvproof.subjects._reference import ReferenceSession
 
 ALL = list(map(token_by_token, SEQUENCES))
 
@@ -178,3 +181,49 @@ def test_logits_of_the_wrong_shape_are_the_decoder_s_fault(subject: ReferenceSub
 
     with pytest.raises(SubjectError, match=r"logits of shape \(1, 8\), not \(2, 8\)"):
         Short(subject.checkpoint).rows((0, 2))
+
+
+class Rolled(ReferenceSubject):
+    """A cached path whose logits belong to the token before: each call ends with a roll by one."""
+
+    def _session(self, opening: Opening) -> ReferenceSession:
+        session = super()._session(opening)
+        session.__class__ = _RolledSession
+        return session
+
+    def _cast(self, dtype: torch.dtype) -> "Rolled":
+        return Rolled(super()._cast(dtype).checkpoint)
+
+
+class _RolledSession(ReferenceSession):
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> torch.Tensor:
+        return super()._extend(ids, start).roll(1, dims=-1)
+
+
+def test_a_flip_in_a_row_that_diverged_is_not_explained_by_the_row_s_own_gap(subject: ReferenceSubject):
+    """Twice the gap exceeds every margin that a gap of this size can flip, so nothing was ever unexplained."""
+    rows = audit(Rolled(subject.checkpoint), ALL).scenarios[-1].rows
+    assert {row.verdict for row in rows} == {Verdict.DIVERGED}
+    assert {row.margin_verdict for row in rows} == {MarginVerdict.UNEXPLAINED_FLIP}
+    healthy = audit(subject, ALL).scenarios[-1].rows
+    assert {row.margin_verdict for row in healthy} == {MarginVerdict.SAFE}
+
+
+class LeakyFlips(ReferenceSubject):
+    """An uncached path that is not causal: a token after it makes the least likely token the most likely one."""
+
+    def _rows(self, ids: Sequence[int], tap: object) -> torch.Tensor:
+        rows = super()._rows(ids, tap).clone()
+        rows[:-1] *= -1
+        return rows
+
+    def _cast(self, dtype: torch.dtype) -> "LeakyFlips":
+        return LeakyFlips(super()._cast(dtype).checkpoint)
+
+
+def test_a_flip_between_uncached_ways_that_differ_is_not_explained_by_their_gap(subject: ReferenceSubject):
+    causality = audit(LeakyFlips(subject.checkpoint), ALL).scenarios[0]
+    assert causality.verdict is Verdict.DIVERGED
+    assert {row.margin_verdict for row in causality.rows} == {MarginVerdict.UNEXPLAINED_FLIP}
+    healthy = audit(subject, ALL).scenarios[0]
+    assert {row.margin_verdict for row in healthy.rows} == {MarginVerdict.SAFE}

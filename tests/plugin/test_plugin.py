@@ -68,7 +68,7 @@ def test_a_failure_is_the_finding_and_its_report_is_kept(
     text, _, _ = result.stdout.str().partition("short test summary info")
     assert "The cached path diverges after" in text
     assert text.count("token-by-token (diverged): ") == 1
-    assert "Which side: the cached path is the suspect" in text
+    assert "Which side: the ways of computing this row do not tell which side is wrong" in text
     assert "To repeat it: pytest 'test_a_failure_is_the_finding" in text
     assert "Traceback" not in text
     (file,) = (pytester.path / "kvproof-reports").iterdir()

@@ -1,4 +1,4 @@
-"""Which side is wrong: one row computed in four ways, of which one disagrees with the others, or none does."""
+"""Which side is wrong: one row computed in every way, of which some agree and share no trait, or none do."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,6 +22,7 @@ PREFIX = IDS[:5]
 
 LITERAL, ONE_PASS = "literal", "one-pass"
 FRESH, STEPPING = "fresh cache in one call", "fresh cache in steps"
+HALVES, PAIRS = "fresh cache in two parts", "fresh cache in parts of 2 or 3"
 HERE = "this scenario"
 
 #: Says whether a forward is wrong: of the uncached path by its length, of a session by start and new tokens.
@@ -88,14 +89,14 @@ def found(subject: ReferenceSubject, *, scenario_is_wrong: bool, prefix: tuple[i
 
 def test_where_nothing_is_wrong_all_ways_agree_and_none_is_suspect(healthy: Checkpoint):
     ways = found(ReferenceSubject(healthy), scenario_is_wrong=False)
-    assert ways.groups == ((LITERAL, ONE_PASS, FRESH, STEPPING, HERE),)
+    assert ways.groups == ((LITERAL, ONE_PASS, FRESH, HALVES, STEPPING, HERE),)
     assert ways.suspect is None
     assert ways.sentence.startswith("in float64 all ways of computing this row agree")
 
 
 def test_a_scenario_that_alone_is_wrong_is_the_suspect(healthy: Checkpoint):
     ways = found(ReferenceSubject(healthy), scenario_is_wrong=True)
-    assert ways.groups == ((LITERAL, ONE_PASS, FRESH, STEPPING), (HERE,))
+    assert ways.groups == ((LITERAL, ONE_PASS, FRESH, HALVES, STEPPING), (HERE,))
     assert ways.suspect == HERE
     assert ways.sentence.startswith("the cached path is the suspect: ")
 
@@ -108,33 +109,157 @@ def wrong_literal(length: int) -> bool:
     return length == len(PREFIX)
 
 
+def wrong_one_call(start: int, num_new: int) -> bool:
+    return num_new == len(PREFIX)
+
+
 def wrong_blocks(start: int, num_new: int) -> bool:
     return num_new > 1
 
 
+def wrong_parts(start: int, num_new: int) -> bool:
+    return start > 0 and num_new > 1
+
+
 def wrong_steps(start: int, num_new: int) -> bool:
-    return start > 0
+    return start > 0 and num_new == 1
 
 
-ALONE = [
-    pytest.param({"rows": wrong_one_pass}, False, ONE_PASS, "the uncached path", id="one-pass"),
-    pytest.param({"rows": wrong_literal}, False, LITERAL, "the uncached path", id="literal"),
-    pytest.param({"call": wrong_blocks}, False, FRESH, "the cached path", id="one call"),
-    pytest.param({"call": wrong_blocks}, True, FRESH, "the cached path", id="one call, as in the scenario"),
-    pytest.param({"call": wrong_steps}, False, STEPPING, "the cached path", id="stepping"),
-    pytest.param({"call": wrong_steps}, True, STEPPING, "the cached path", id="stepping, as in the scenario"),
+WRONG = [
+    pytest.param({"rows": wrong_one_pass}, False, (ONE_PASS,), "the uncached path", id="one-pass"),
+    pytest.param({"rows": wrong_literal}, False, (LITERAL,), "the uncached path", id="literal"),
+    pytest.param({"call": wrong_one_call}, False, (FRESH,), "the cached path", id="one call"),
+    pytest.param({"call": wrong_blocks}, False, (FRESH, HALVES), "the cached path", id="blocks"),
+    pytest.param({"call": wrong_blocks}, True, (FRESH, HALVES), "the cached path", id="blocks, in the scenario"),
+    pytest.param({"call": wrong_parts}, False, (HALVES,), "the cached path", id="parts"),
+    pytest.param({"call": wrong_parts}, True, (HALVES,), "the cached path", id="parts, in the scenario"),
+    pytest.param({"call": wrong_steps}, False, (STEPPING,), "the cached path", id="steps"),
+    pytest.param({"call": wrong_steps}, True, (STEPPING,), "the cached path", id="steps, in the scenario"),
 ]
 
 
-@pytest.mark.parametrize(("told", "scenario_is_wrong", "way", "side"), ALONE)
-def test_the_way_that_stands_alone_is_the_suspect_and_names_its_path(
-    healthy: Checkpoint, told: dict[str, Callable[..., bool]], scenario_is_wrong: bool, way: str, side: str
+@pytest.mark.parametrize(("told", "scenario_is_wrong", "wrong", "side"), WRONG)
+def test_ways_that_disagree_with_independent_ones_are_the_suspect_and_name_their_path(
+    healthy: Checkpoint,
+    told: dict[str, Callable[..., bool]],
+    scenario_is_wrong: bool,
+    wrong: tuple[str, ...],
+    side: str,
 ):
     ways = found(Broken(healthy, **told), scenario_is_wrong=scenario_is_wrong)
-    assert ways.suspect == way
+    assert ways.suspect == wrong[0]
     assert ways.sentence.startswith(f"{side} is the suspect: ")
-    assert ways.groups[1] == ((way, HERE) if scenario_is_wrong else (way,))
-    assert set(ways.groups[0]) >= {LITERAL, ONE_PASS, FRESH, STEPPING} - {way}
+    assert ways.groups[1] == (*wrong, *((HERE,) if scenario_is_wrong else ()))
+    assert set(ways.groups[0]) >= {LITERAL, ONE_PASS, FRESH, HALVES, STEPPING} - set(wrong)
+
+
+@pytest.mark.parametrize("prefix", [IDS[:n] for n in range(1, len(IDS) + 1)], ids=len)
+def test_no_two_ways_make_the_same_calls(healthy: Checkpoint, prefix: tuple[int, ...]):
+    made: list[tuple[int, ...]] = []
+
+    class Watched(Broken):
+        def _session(self, opening: Opening) -> ReferenceSession:
+            made.append(())
+            return super()._session(opening)
+
+        def _cast(self, dtype: torch.dtype) -> "Watched":
+            return Watched(ReferenceSubject._cast(self, dtype).checkpoint, **self.told)
+
+    def note(start: int, num_new: int) -> bool:
+        made[-1] = (*made[-1], num_new)
+        return False
+
+    ways = found(Watched(healthy, call=note), scenario_is_wrong=False, prefix=prefix)
+    assert len(ways.groups) == 1
+    assert len(made) == len(set(made))
+    assert all(sum(sizes) == len(prefix) for sizes in made)
+    assert (HALVES in ways.groups[0], PAIRS in ways.groups[0]) == (len(prefix) >= 4, len(prefix) >= 6)
+    assert all(1 not in sizes for sizes in made if sizes != (1,) * len(prefix)), "a part would be a step"
+
+
+class Forgetful(ReferenceSubject):
+    """One function serves all blocks, with a cache or without: the rows after its first token forget that.
+
+    Single steps are right.
+    """
+
+    forgets = True
+
+    def _rows(self, ids: Sequence[int], tap: Tap) -> torch.Tensor:
+        rows = super()._rows(ids, tap)
+        return torch.cat([rows[:1], super()._rows(forget(ids), tap)[1:]]) if self.forgets else rows
+
+    def _session(self, opening: Opening) -> ReferenceSession:
+        session = super()._session(opening)
+        session.__class__ = _ForgetfulSession if self.forgets else ReferenceSession
+        return session
+
+    def _cast(self, dtype: torch.dtype) -> "Forgetful":
+        cast = type(self)(super()._cast(dtype).checkpoint)
+        cast.forgets = self.forgets
+        return cast
+
+
+class _ForgetfulSession(ReferenceSession):
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> torch.Tensor:
+        before = self.cache
+        logits = super()._extend(ids, start)
+        self.cache = before
+        return torch.cat([logits[:, :1], super()._extend([forget(row) for row in ids], start)[:, 1:]], dim=1)
+
+
+def forget(ids: Sequence[int]) -> list[int]:
+    return [0, *ids[1:]] if len(ids) > 1 else list(ids)
+
+
+@pytest.mark.parametrize("scenario_is_wrong", [False, True])
+@pytest.mark.parametrize("length", [2, 3, 5, 8])
+def test_a_forward_that_is_wrong_with_and_without_a_cache_does_not_outvote_single_steps(
+    healthy: Checkpoint, length: int, scenario_is_wrong: bool
+):
+    """Literal, one pass and a fresh cache in one call ran the same code, and counted as three votes."""
+    subject = Forgetful(healthy)
+    ways = found(subject, scenario_is_wrong=scenario_is_wrong, prefix=IDS[:length])
+    assert ways.suspect is None
+    assert "do not tell which side is wrong" in ways.sentence
+    assert "from one forward over all tokens, with or without a cache" in ways.sentence
+    assert f"from single steps{'' if scenario_is_wrong else ' and this scenario'}" in ways.sentence
+    subject.forgets = False
+    assert found(subject, scenario_is_wrong=scenario_is_wrong, prefix=IDS[:length]).groups[0][:2] == (
+        LITERAL,
+        ONE_PASS if length < len(IDS) else FRESH,
+    )
+
+
+def test_an_audit_whose_forward_forgets_does_not_blame_the_cached_path(healthy: Checkpoint):
+    report = audit(Forgetful(healthy), [token_by_token(IDS)], certificate=False)
+    assert report.verdict is Verdict.DIVERGED
+    (result,) = [result for result in report.scenarios if result.verdict is Verdict.DIVERGED]
+    assert result.four_ways is not None
+    assert (result.four_ways.suspect, len(result.four_ways.ids)) == (None, 2)
+    assert "do not tell which side" in result.four_ways.sentence
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_of_a_row_too_short_for_parts_one_form_of_call_stands_against_another(healthy: Checkpoint, length: int):
+    ways = found(Broken(healthy, call=wrong_steps), scenario_is_wrong=True, prefix=IDS[:length])
+    assert ways.groups == ((LITERAL, ONE_PASS, FRESH), (STEPPING, HERE))
+    assert ways.suspect is None
+
+
+def test_an_audit_asks_a_longer_row_where_the_first_is_too_short_to_tell(healthy: Checkpoint):
+    report = audit(Broken(healthy, call=wrong_steps), [token_by_token(IDS)], certificate=False)
+    result = report.scenarios[-1]
+    assert next(len(row.ids) for row in result.rows if row.verdict is Verdict.DIVERGED) == 2
+    assert result.four_ways is not None
+    assert (result.four_ways.suspect, len(result.four_ways.ids)) == (STEPPING, 4)
+    assert "4 other ways of computing the row after 4 tokens agree" in result.four_ways.sentence
+
+
+def test_of_a_single_token_there_is_one_form_of_call(healthy: Checkpoint):
+    ways = found(ReferenceSubject(healthy), scenario_is_wrong=True, prefix=IDS[:1])
+    assert ways.groups == ((LITERAL, ONE_PASS, FRESH), (HERE,))
+    assert ways.suspect == HERE
 
 
 def always(*of: int) -> bool:
@@ -148,16 +273,20 @@ def always(*of: int) -> bool:
         pytest.param({"call": always}, True, id="cached"),
     ],
 )
-def test_two_against_two_name_no_suspect(
+def test_all_ways_with_a_cache_against_all_without_one_name_no_suspect(
     healthy: Checkpoint, told: dict[str, Callable[..., bool]], scenario_is_wrong: bool
 ):
+    """Whether the cached or the uncached path is wrong, the groups look the same."""
     ways = found(Broken(healthy, **told), scenario_is_wrong=scenario_is_wrong)
     assert {frozenset(group) - {HERE} for group in ways.groups} == {
         frozenset({LITERAL, ONE_PASS}),
-        frozenset({FRESH, STEPPING}),
+        frozenset({FRESH, HALVES, STEPPING}),
     }
     assert ways.suspect is None
-    assert ways.sentence.startswith("the ways of computing this row do not tell")
+    assert ways.sentence == (
+        "the ways of computing this row do not tell which side is wrong: one result comes from every way of "
+        "feeding a fresh cache and this scenario; another from one forward without a cache"
+    )
 
 
 def test_two_that_stand_alone_name_no_suspect(healthy: Checkpoint):
@@ -175,7 +304,7 @@ def test_two_that_stand_alone_name_no_suspect(healthy: Checkpoint):
             return Both(ReferenceSubject._cast(self, dtype).checkpoint, **self.told)
 
     ways = found(Both(healthy, call=twice), scenario_is_wrong=False)
-    assert sorted(map(len, ways.groups)) == [1, 1, 3]
+    assert sorted(map(len, ways.groups)) == [1, 1, 4]
     assert ways.suspect is None
 
 
@@ -189,25 +318,26 @@ def test_without_a_top_rung_there_is_nothing_to_count(healthy: Checkpoint):
 @pytest.mark.parametrize(
     ("raises", "left_out"),
     [
-        pytest.param(lambda start, num_new: num_new > 1, FRESH, id="one call"),
-        pytest.param(lambda start, num_new: start > 0, STEPPING, id="stepping"),
+        pytest.param(wrong_one_call, FRESH, id="one call"),
+        pytest.param(wrong_parts, HALVES, id="parts"),
+        pytest.param(wrong_steps, STEPPING, id="stepping"),
     ],
 )
 def test_a_way_that_cannot_be_gone_is_left_out(healthy: Checkpoint, raises: WrongCall, left_out: str):
     ways = found(Broken(healthy, raises=raises), scenario_is_wrong=True)
     (agreed, alone) = ways.groups
-    assert set(agreed) == {LITERAL, ONE_PASS, FRESH, STEPPING} - {left_out}
+    assert set(agreed) == {LITERAL, ONE_PASS, FRESH, HALVES, STEPPING} - {left_out}
     assert alone == (HERE,)
     assert ways.suspect == HERE
 
 
 def test_the_last_row_of_all_has_no_longer_pass(healthy: Checkpoint):
     ways = found(ReferenceSubject(healthy), scenario_is_wrong=True, prefix=IDS)
-    assert ways.groups == ((LITERAL, FRESH, STEPPING), (HERE,))
+    assert ways.groups == ((LITERAL, FRESH, HALVES, PAIRS, STEPPING), (HERE,))
 
 
 def test_a_cached_path_that_is_wrong_at_the_last_row_is_not_blamed_on_the_uncached_one(healthy: Checkpoint):
-    """Without a longer pass there are two cached ways and one uncached one: too few to count."""
+    """Without a longer pass all cached ways stand against a single uncached one."""
 
     def at_the_end(start: int, num_new: int) -> bool:
         return start + num_new == len(IDS)

@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 
-from kvproof._engine.verdict_rules import is_near_tie, judge, judge_scenario, needs_sampling
+from kvproof._engine.verdict_rules import (
+    explained_error,
+    is_near_tie,
+    judge,
+    judge_scenario,
+    margin_with_more_evidence,
+    needs_sampling,
+)
 from kvproof._numerics.tolerances import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
+from kvproof.contract.ledger import MarginVerdict
 from kvproof.contract.results import (
     ChoiceEvidence,
     ChoiceFlip,
     Comparison,
     Evidence,
     ExactEvidence,
+    RowResult,
     Verdict,
 )
 
@@ -252,3 +261,37 @@ def test_a_scenario_is_as_bad_as_the_worst_that_came_of_it():
     assert judge_scenario([], wrong_value=True) is Verdict.DIVERGED
     assert judge_scenario([], raised=True, unreached=True) is Verdict.INCONCLUSIVE
     assert judge_scenario([], unreached=True) is Verdict.VACUOUS
+
+
+def test_the_gap_of_a_row_that_passes_is_explained_and_that_of_another_is_not():
+    row = {"gap": 1.0, "cached_error": 1.0, "noise": NOISE, "uncached_error": NOISE / 2}
+    assert explained_error(evidence()) == NOISE
+    assert explained_error(evidence(**row)) == NOISE
+    assert explained_error(evidence(**row, top_gap=1.0)) == NOISE
+    assert explained_error(evidence(**{**row, "uncached_error": 2 * NOISE})) == 2 * NOISE
+    assert explained_error(evidence(**row, sampled_error=3 * NOISE)) == 3 * NOISE
+    assert explained_error(evidence(**row, sampled_error=0.25)) == 1.0, "rounding explains all of the gap"
+    assert explained_error(evidence(**row, exact=False)) == NOISE
+
+
+@pytest.mark.parametrize("gap", [INF, NAN])
+def test_no_error_explains_a_gap_that_is_not_finite(gap: float):
+    assert not math.isfinite(explained_error(evidence(gap=gap)))
+
+
+def test_evidence_that_clears_a_row_explains_its_flip():
+    flipped = RowResult(
+        ids=(1,),
+        tokens="1",
+        evidence=MOVED,
+        worst_id=0,
+        margin=0.5,
+        margin_verdict=MarginVerdict.UNEXPLAINED_FLIP,
+        verdict=Verdict.DIVERGED,
+        reason="",
+        expected=None,
+    )
+    assert margin_with_more_evidence(flipped, chosen(FLIP)) is MarginVerdict.EXPLAINED_FLIP
+    assert margin_with_more_evidence(flipped, MOVED) is MarginVerdict.UNEXPLAINED_FLIP
+    safe = dataclasses.replace(flipped, margin_verdict=MarginVerdict.SAFE)
+    assert margin_with_more_evidence(safe, chosen(FLIP)) is MarginVerdict.SAFE

@@ -432,7 +432,7 @@ class Auditor:
         number = judged.worst
         bad = None if number is None else judged.rows[number]
         if number is not None and check.four_ways is None and fault is None and _is_worth_confirming(program):
-            check.four_ways = self._four_ways(judged, number)
+            check.four_ways = self._four_ways(judged)
         if check.divergence is None:
             located = self._first_wrong_value(program, fault, bad)
             check.num_values += located.num_values
@@ -466,12 +466,20 @@ class Auditor:
         except SubjectError:  # the finding stands without its place
             return nothing
 
-    def _four_ways(self, judged: ProgramRows, number: int) -> FourWays | None:
-        bad, actual = judged.rows[number], judged.exact_rows.get(number)
-        if actual is None or bad.verdict is not Verdict.DIVERGED:
+    def _four_ways(self, judged: ProgramRows) -> FourWays | None:
+        """Say which side is wrong by the first row that diverged, or by a longer one if only that tells."""
+        first, longer = (self._ways_of(judged, number) for number in (judged.worst, judged.longer))
+        is_open = first is not None and first.suspect is None and len(first.groups) > 1
+        return longer if is_open and longer is not None and longer.suspect is not None else first
+
+    def _ways_of(self, judged: ProgramRows, number: int | None) -> FourWays | None:
+        actual = None if number is None else judged.exact_rows.get(number)
+        if number is None or actual is None or judged.rows[number].verdict is not Verdict.DIVERGED:
             return None
+        ids = judged.rows[number].ids
+        row = "this row" if number == judged.worst else f"the row after {len(ids)} tokens"
         try:
-            return four_ways(self.uncached, bad.ids, actual)
+            return four_ways(self.uncached, ids, actual, row=row)
         except SubjectError:  # the finding stands without it
             return None
 

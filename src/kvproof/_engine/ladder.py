@@ -106,8 +106,8 @@ class Ladder:
         """Look inside the most exact rung, and give it up where it is another function.
 
         ``is_explained`` says whether random rounding moves the exact rows of a sequence about as far as the
-        declared dtype's are from them. Raises `SubjectError` where the decoder does, and `UsageError` for a truth that is
-        another function.
+        declared dtype's are from them. Raises `SubjectError` where the decoder does, and `UsageError` for a truth
+        that is another function.
         """
         if self.top is None:
             self._look_at_declared(sequence)
@@ -138,8 +138,8 @@ class Ladder:
             if self.dtype != name_of(TOP_RUNG):
                 why = self.no_top_reason or "float64 was not to be had"
             yield (
-                f"the {self.dtype} rung is no better than {self.inner_rounding:.1e} of a row's scale ({why}): a gap "
-                f"is called a bug from {NOISE_FACTOR.value * self.inner_rounding:.1e} on"
+                f"the {self.dtype} rung is no better than {self.inner_rounding:.1e} of a row's scale ({why}): a "
+                f"gap is called a bug from {NOISE_FACTOR.value * self.inner_rounding:.1e} on"
             )
 
     def _look_at_declared(self, sequence: Prefix) -> None:

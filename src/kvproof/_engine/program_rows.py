@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvproof._engine.expert_ties import rejudge_expert_ties
+from kvproof._engine.four_computations import SHORTEST_IN_PARTS
 from kvproof._engine.programs import Coverage, run_program
 from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Rung
@@ -30,10 +31,17 @@ class ProgramRows:
     """All rows of one program, and what its run did."""
 
     rows: tuple[RowResult, ...]
-    #: The cached float64 rows of the first row of each verdict that is no pass, by the row's number.
+    #: Cached float64 rows by their number: the first of each verdict that is no pass, and the first that diverged
+    #: and is long enough to be computed in parts.
     exact_rows: dict[int, Tensor]
     coverage: Coverage
     without_exact: str | None  #: why the float64 rung was left out, where it alone raised
+
+    @property
+    def longer(self) -> int | None:
+        """The number of the first row that diverged and is long enough to be computed in parts."""
+        diverged = (n for n in self.exact_rows if self.rows[n].verdict is Verdict.DIVERGED)
+        return next((n for n in diverged if len(self.rows[n].ids) >= SHORTEST_IN_PARTS), None)
 
     @property
     def worst(self) -> int | None:
@@ -70,12 +78,13 @@ class RowAuditor:
     def _run(
         self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung]
     ) -> tuple[Coverage, list[RowResult], dict[int, Tensor]]:
-        coverage, exact_rows, shown = Coverage(), dict[int, Tensor](), set[Verdict]()
+        coverage, exact_rows, shown = Coverage(), dict[int, Tensor](), set[tuple[Verdict, bool]]()
         rows: list[RowResult] = []
         for result, exact in self._compare_rows(program, fault, rungs, coverage):
-            if exact is not None and not result.verdict.passes and result.verdict not in shown:
+            kind = (result.verdict, result.verdict is Verdict.DIVERGED and len(result.ids) >= SHORTEST_IN_PARTS)
+            if exact is not None and not result.verdict.passes and kind not in shown:
                 exact_rows[len(rows)] = exact  # other rows are let go at once: a vocabulary may be large
-                shown.add(result.verdict)
+                shown.add(kind)
             rows.append(result)
         return coverage, rows, exact_rows
 

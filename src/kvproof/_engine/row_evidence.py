@@ -8,7 +8,13 @@ from torch import Tensor
 from kvproof._engine.programs import Row
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_rows import BothWays, Uncached
-from kvproof._engine.verdict_rules import judge, judge_margin, needs_sampling
+from kvproof._engine.verdict_rules import (
+    explained_error,
+    judge,
+    judge_margin,
+    margin_with_more_evidence,
+    needs_sampling,
+)
 from kvproof._numerics.gaps import Gap, error_of_row, gap_of_rows, mean_square_error
 from kvproof.contract.results import (
     ChoiceEvidence,
@@ -50,7 +56,7 @@ class RowEvidence:
         )
         evidence = self.with_sampling(evidence, prefix)
         verdict, reason = judge(evidence)
-        margin, margin_verdict = judge_margin(expected, actual, gap.size)
+        margin, margin_verdict = judge_margin(expected, actual, explained_error(evidence))
         return RowResult(
             ids=prefix,
             tokens=self.subject.decode(prefix),
@@ -183,4 +189,10 @@ class RowEvidence:
 def judge_again(row: RowResult, evidence: Evidence) -> RowResult:
     """Return a row with more evidence, and the verdict that follows."""
     verdict, reason = judge(evidence)
-    return dataclasses.replace(row, evidence=evidence, verdict=verdict, reason=reason)
+    return dataclasses.replace(
+        row,
+        evidence=evidence,
+        margin_verdict=margin_with_more_evidence(row, evidence),
+        verdict=verdict,
+        reason=reason,
+    )

@@ -366,15 +366,18 @@ class Uncached:
         literal, one = self.declared.literal(prefix), self.declared.one_pass(sequence, length)
         gap = gap_of_rows(literal, one)
         self._noise[length] = largest((self._noise[length], gap.size))
-        margin, margin_verdict = judge_margin(literal, one, gap.size)
         top_gap = top_scale = error = None
+        explained = gap.size
         if self.top is not None:
             truth = self.top.literal(prefix)
-            top = gap_of_rows(truth, self.top.one_pass(sequence, length))
+            top_one = self.top.one_pass(sequence, length)
+            top = gap_of_rows(truth, top_one)
             top_gap, top_scale = top.size, top.scale
+            explained = largest((error_of_row(truth, literal), error_of_row(top_one, one)))
             error = largest(error_of_row(truth, row) for row in (literal, one))
             self._top_noise[length] = largest((self._top_noise[length], top.size))
             self._errors[length] = largest((self._errors[length], error))
+        margin, margin_verdict = judge_margin(literal, one, explained)
         self.both_ways.append(
             BothWays(
                 prefix=prefix,

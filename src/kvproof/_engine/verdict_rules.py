@@ -400,11 +400,24 @@ def judge_audit(
     return worst(verdicts)
 
 
+def explained_error(evidence: Evidence) -> float:
+    """Return the error in a logit that rounding explains: the ``error`` by which an audit judges a row's margin.
+
+    The gap of a row that passes is rounding. The gap of any other row must not explain itself: there, it is the
+    largest of the noise, the uncached error and the sampled error. No error explains a gap that is not finite.
+    """
+    if not math.isfinite(evidence.gap):
+        return evidence.gap
+    exact = evidence.exact
+    measured = [evidence.noise, evidence.sampled_error or 0.0, 0.0 if exact is None else exact.uncached_error]
+    return largest((*measured, evidence.gap) if judge(evidence)[0].passes else measured)
+
+
 def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, MarginVerdict]:
     """Return the margin of a row's most likely token and whether rounding could flip it.
 
-    A change of at most ``error`` in every logit changes a difference of two by at most twice that. The margin
-    of a vocabulary of one token is infinite.
+    ``error`` is how far rounding may move a logit, which changes a difference of two by at most twice that. The
+    margin of a vocabulary of one token is infinite.
     """
     if len(row) == 1:
         return math.inf, MarginVerdict.SAFE
@@ -418,3 +431,11 @@ def judge_margin(row: Tensor, other: Tensor, error: float) -> tuple[float, Margi
         return margin, MarginVerdict.EXPLAINED_FLIP
     same = other is row or int(other.argmax()) == int(row.argmax())
     return margin, MarginVerdict.SAFE if same else MarginVerdict.UNEXPLAINED_FLIP
+
+
+def margin_with_more_evidence(row: RowResult, evidence: Evidence) -> MarginVerdict:
+    """Return whether rounding could flip a row's most likely token, where more evidence may clear the row."""
+    is_cleared = row.margin <= 2 * explained_error(evidence)
+    if row.margin_verdict is MarginVerdict.UNEXPLAINED_FLIP and is_cleared:
+        return MarginVerdict.EXPLAINED_FLIP
+    return row.margin_verdict

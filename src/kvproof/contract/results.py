@@ -171,7 +171,7 @@ class RowResult:
     evidence: Evidence  #: decides the verdict, and can be judged again
     worst_id: int  #: the vocabulary entry with the largest difference
     margin: float  #: the expected row's largest logit minus its second largest
-    margin_verdict: MarginVerdict  #: whether the gap could change the most likely token
+    margin_verdict: MarginVerdict  #: whether rounding could change the most likely token
     verdict: Verdict
     reason: str
     expected: tuple[float, ...] | None  #: the uncached row itself, if the vocabulary is small
@@ -265,7 +265,7 @@ class FourWays:
 
     ids: tuple[int, ...]
     groups: tuple[tuple[str, ...], ...]
-    suspect: str | None  #: the one computation that disagrees with all others, if there is one
+    suspect: str | None  #: a way that is wrong, if the others agree and do not all make the same kind of call
     sentence: str
 
 
@@ -293,7 +293,7 @@ class ScenarioResult:
     num_values_compared: int  #: intermediate values compared in float64
     reason: str | None  #: why not everything was compared
     divergence: Divergence | None
-    four_ways: FourWays | None  #: of the first row that diverged
+    four_ways: FourWays | None  #: of the first row that diverged, or of a longer one if only that tells
     #: None without float64, or with too few rows
     errors: ErrorRatio | None = added_in(1, None)  # noqa: RUF009 - it is frozen
 

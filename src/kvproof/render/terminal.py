@@ -205,7 +205,7 @@ def _together(report: Report) -> Iterator[RichText]:
 
 
 def _tokens(scenarios: tuple[ScenarioResult, ...]) -> RichText:
-    """Return for how many rows the gap could change the most likely token."""
+    """Return for how many rows rounding could change the most likely token."""
     counts = Counter(row.margin_verdict for scenario in scenarios for row in scenario.rows)
     known = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in MarginVerdict if counts[verdict])
     return Text(f"most likely token, by its margin: {known or 'no row'}")
