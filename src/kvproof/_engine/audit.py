@@ -14,6 +14,7 @@ from kvproof._engine.spread import spreads_of
 from kvproof._engine.uncached_rows import Reference, Uncached
 from kvproof._engine.verdict_rules import (
     CAUSALITY,
+    is_finding,
     is_of_declared_dtype_alone,
     judge_audit,
     judge_scenario,
@@ -32,6 +33,7 @@ from kvproof.contract.results import (
     FourWays,
     Localisation,
     Outcome,
+    Raise,
     RowResult,
     ScenarioResult,
     Spread,
@@ -81,13 +83,14 @@ def audit(
     fault of the catalogue that the subject lets be planted, where the verdict would be a pass: an audit that
     cannot be shown able to fail is `vacuous`; by default it does so where the whole catalogue is run.
     ``spread`` runs one program once more, the first that diverged where one did, and reports every value's gap.
-    ``fail_fast`` stops after the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C
-    arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for the
-    scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
+    ``fail_fast`` stops after the first scenario that diverges or raises; ``keep_partial`` returns what is done
+    when Ctrl-C arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for
+    the scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
     system can be forked. ``on_scenario`` is told what is being run.
 
-    A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
-    inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
+    A scenario that needs an ability which the subject lacks is not checked. One in which the cached path raises,
+    or gives a malformed row, is `raised`, and says what was raised and where; if the uncached path raises for
+    these tokens too, it is inconclusive. What a session refuses comes through: the scenario is wrong.
     """
     subject = as_subject(decoder)
     certificate = scenarios is None if certificate is None else certificate
@@ -98,7 +101,7 @@ def audit(
     try:
         for result in auditor.results(programs, on_scenario):
             results.append(result)
-            if fail_fast and result.verdict is Verdict.DIVERGED and not result.advice:
+            if fail_fast and is_finding(result):
                 partial = True
                 break
         clean_gap = largest(result.largest_gap for result in results)
@@ -158,7 +161,8 @@ class _Check:
     num_values: int = 0
     divergence: Divergence | None = None
     four_ways: FourWays | None = None
-    raised: str | None = None  #: what the decoder raised: the programs after it are not run
+    raised: Raise | None = None  #: the first time that the cached path raised
+    undecided: str | None = None  #: why a program could not be run to its end, where that proves nothing
     unreached: str | None = None  #: what a program was meant to reach or do, and did not
 
     def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
@@ -167,15 +171,17 @@ class _Check:
             self.rows,
             wrong_value=is_proof and self.divergence is not None,
             raised=self.raised is not None,
+            undecided=self.undecided is not None,
             unreached=self.unreached is not None,
         )
-        reason = self.raised or self.unreached
+        reasons = [reason for reason in (self.undecided, self.unreached) if reason is not None]
         return dataclasses.replace(
-            scenario_result(scenario.name, verdict, tuple(self.rows), reason=reason),
+            scenario_result(scenario.name, verdict, tuple(self.rows), reason="; ".join(reasons) or None),
             advice=scenario.advice,
             num_values_compared=self.num_values,
             divergence=self.divergence,
             four_ways=self.four_ways,
+            raised=self.raised,
         )
 
 
@@ -255,16 +261,23 @@ class Auditor:
         why_not = self._why_not(programs)
         if why_not is not None:
             return empty_result(scenario.name, Verdict.NOT_CHECKED, why_not, advice=scenario.advice)
-        check = _Check(raised=self._prepare(programs))
-        for program in programs if check.raised is None else ():
+        check, is_prepared = _Check(), self._prepare(programs) is None
+        for program in programs:
+            problem = None if is_prepared else self._prepare([program])
+            if problem is not None:
+                check.undecided = check.undecided or problem
+                continue
             try:
                 judged = self.rows.judge_program(program, fault)
             except SubjectError as error:
-                check.raised = str(error)
-                break
+                check.undecided = check.undecided or str(error)
+                continue
             check.rows += judged.rows
-            check.unreached = check.unreached or judged.coverage.missing(program)
-            self._locate(check, program, fault, judged)
+            check.raised = check.raised or judged.raised
+            check.undecided = check.undecided or judged.undecided
+            if judged.coverage.failed is None:
+                check.unreached = check.unreached or judged.coverage.missing(program)
+            self._locate(check, fault, judged)
             if fault is None:
                 self._note(program, judged)
         return check.result(scenario, is_proof=self._values_are_exact)
@@ -282,9 +295,10 @@ class Auditor:
             result = empty_result(run[0].name, Verdict.INCONCLUSIVE, str(error), advice=False)
         beyond = [row for row in result.rows if not row.gap <= row.allowed]
         first = result.divergence
+        reason = result.reason if result.raised is None else result.raised.error
         if result.verdict is Verdict.DIVERGED:
             outcome = Outcome.CAUGHT
-        elif result.verdict is Verdict.INCONCLUSIVE and result.reason is not None:
+        elif result.verdict in (Verdict.RAISED, Verdict.INCONCLUSIVE) and reason is not None:
             outcome = Outcome.RAISED
         else:
             outcome = Outcome.HIDDEN if first is not None or beyond else Outcome.EQUIVALENT
@@ -298,7 +312,7 @@ class Auditor:
             where=None if first is None else _place_of(first),
             right_stage=None if first is None else fault.must_show_at(first.stage, first.layer),
             gap=largest(row.gap / row.scale if row.scale else row.gap for row in beyond[:1] or result.rows),
-            reason=result.reason,
+            reason=reason,
             verdict=result.verdict,
             largest_gap=result.largest_gap,
             tolerance=max((row.allowed for row in result.rows), default=0.0),
@@ -377,9 +391,11 @@ class Auditor:
         """Whether a value that differs on the way is a bug, and not what rounding may do."""
         return Ability.CAST in self.subject.info.abilities
 
-    def _locate(self, check: _Check, program: Scenario, fault: Fault | None, judged: ProgramRows) -> None:
+    def _locate(self, check: _Check, fault: Fault | None, judged: ProgramRows) -> None:
         """Look for the first wrong value and the wrong side; of the first program that shows one, and no more."""
-        number = judged.worst
+        program, number = judged.program, judged.worst
+        if not judged.rows and judged.coverage.failed is not None:
+            return
         bad = None if number is None else judged.rows[number]
         if number is not None and check.four_ways is None and fault is None and _is_worth_confirming(program):
             check.four_ways = self._four_ways(judged, number)

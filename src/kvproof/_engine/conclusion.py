@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from kvproof._engine.verdict_rules import CAUSALITY
 from kvproof._numerics.gaps import largest
 from kvproof.contract.results import Certificate, RowResult, ScenarioResult, Verdict
+from kvproof.contract.sentences import raise_sentence
 
 
 def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: Certificate | None) -> str:
@@ -17,12 +18,15 @@ def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: 
     text = f"{len(compared)} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
     located = next((result.divergence for result in results if result.divergence), None)
     row = next((row for row in compared if row.verdict is Verdict.DIVERGED), None)
+    raised = _raised(results)
     if causality is not None and causality.verdict is Verdict.DIVERGED:
         return f"The uncached path is {causality.reason}."
     if verdict is Verdict.DIVERGED and located is not None:
-        return f"The cached path diverges: {located.sentence}."
+        return f"The cached path diverges: {located.sentence}.{_also(raised)}"
     if row is not None:
-        return f"The cached path diverges after {row.tokens}: {row.reason}."
+        return f"The cached path diverges after {row.tokens}: {row.reason}.{_also(raised)}"
+    if raised is not None:
+        return f"{_capitalise(raised)}."
     if verdict.passes:
         return f"The cached path computes the same logits as the uncached one: {text}."
     if certificate is not None and certificate.problem is not None:
@@ -32,6 +36,22 @@ def summarise(verdict: Verdict, results: Sequence[ScenarioResult], certificate: 
         return f"Could not decide: no prefix could be compared: {reason.splitlines()[0].rstrip('.')}."
     look = f"; look first where, {located.sentence}" if located is not None else ""
     return f"Could not decide: {text}, verdict {verdict.value}{look}."
+
+
+def _raised(results: Sequence[ScenarioResult]) -> str | None:
+    """Return what the cached path raised first, and in which call of which scenario."""
+    first = next((result for result in results if result.raised is not None), None)
+    if first is None or first.raised is None:
+        return None
+    return raise_sentence(first.raised, first.name)
+
+
+def _also(raised: str | None) -> str:
+    return "" if raised is None else f" Besides, {raised}."
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def scenario_result(

@@ -214,20 +214,31 @@ def _is_clean(evidence: Evidence) -> bool:
 
 
 def judge_scenario(
-    rows: Iterable[RowResult], *, wrong_value: bool = False, raised: bool = False, unreached: bool = False
+    rows: Iterable[RowResult],
+    *,
+    wrong_value: bool = False,
+    raised: bool = False,
+    undecided: bool = False,
+    unreached: bool = False,
 ) -> Verdict:
-    """Join what a scenario's rows show with what else came of it.
+    """Join the verdicts of a scenario's rows with everything else that happened in it.
 
-    ``wrong_value``: a value on the way differs where rounding cannot move it. ``raised``: the decoder did, which
-    proves nothing of the rows that it did not give. ``unreached``: it did not reach or do what it says.
+    ``wrong_value``: an intermediate value differs by more than rounding can explain. ``raised``: the cached path
+    raised, or gave a malformed row, where the uncached path gives a row. ``undecided``: there was no uncached row
+    to compare with, or kvproof could not tell what a call did. ``unreached``: the scenario did not reach or do
+    what it promises.
     """
     verdicts = [row.verdict for row in rows]
     verdicts += [Verdict.DIVERGED] if wrong_value else []
-    if raised:
-        verdicts.append(Verdict.INCONCLUSIVE)
-    elif unreached:
-        verdicts.append(Verdict.VACUOUS)
+    verdicts += [Verdict.RAISED] if raised else []
+    verdicts += [Verdict.INCONCLUSIVE] if undecided else []
+    verdicts += [Verdict.VACUOUS] if unreached else []
     return worst(verdicts)
+
+
+def is_finding(result: ScenarioResult) -> bool:
+    """Return whether a scenario found something wrong with the decoder, and is no mere advice."""
+    return result.verdict in (Verdict.RAISED, Verdict.DIVERGED) and not result.advice
 
 
 def judge_scenarios(results: Sequence[ScenarioResult]) -> Verdict:

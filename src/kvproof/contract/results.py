@@ -7,6 +7,7 @@ errors are absolute differences of logits.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproof.contract.codec import added_in
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.contract.stages import Stage
 from kvproof.scenarios import Ability
@@ -20,12 +21,13 @@ class Verdict(StrEnum):
     ROUNDING = "rounding"  #: the gap is larger, but was shown to be rounding
     VACUOUS = "vacuous"  #: nothing showed that this audit could have failed
     INCONCLUSIVE = "inconclusive"  #: it ran, but the evidence does not decide
+    RAISED = "raised"  #: the cached path raises, or gives a malformed row, where the uncached path gives a row
     DIVERGED = "diverged"  #: a bug
 
     @property
     def exit_status(self) -> int:
         """The command line's exit status for this verdict."""
-        return {"diverged": 1, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
+        return {"diverged": 1, "raised": 6, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
 
     @property
     def passes(self) -> bool:
@@ -243,6 +245,22 @@ class FourWays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Raise:
+    """Where the cached path raised, or gave a malformed row, although the uncached path gives a row."""
+
+    call: int  #: how many calls of the program had returned before it
+    operation: str  #: its name: ``extend``, or an operation between calls, such as ``crop``
+    consumed: tuple[tuple[int, ...], ...]  #: each batch row's tokens before it
+    fed: tuple[tuple[int, ...], ...]  #: each batch row's tokens that it was given; none for most operations
+    consumed_text: str
+    fed_text: str
+    position: int | None  #: of the first token that it was given; None if it was given none
+    layer: int | None  #: None if the exception came from outside the layers, or the layer is not known
+    error: str  #: the exception's type and message, or what was wrong with the row
+    traceback: str | None  #: the decoder's own frames; None if it returned a malformed row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
     """All rows of one scenario."""
 
@@ -255,6 +273,7 @@ class ScenarioResult:
     reason: str | None  #: why not everything was compared
     divergence: Divergence | None
     four_ways: FourWays | None  #: of the first row that diverged
+    raised: Raise | None = added_in(1, default=None)  #: the first time that the cached path raised
 
 
 class Outcome(StrEnum):
