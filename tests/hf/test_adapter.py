@@ -296,17 +296,51 @@ def test_a_recurrent_state_is_not_rolled_back_and_says_so():
         subject.session(needs={Ability.CROP})
 
 
-def test_what_a_decoder_raises_is_inconclusive_and_the_other_scenarios_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_decoder_raises_is_its_scenario_s_verdict_and_the_other_scenarios_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def broken(self: object, rows: object) -> None:
         raise AttributeError("no reorder here")
 
     monkeypatch.setattr(TransformersSession, "_reorder", broken)
     report = audited(subject_of("llama"), "beam reorder", "fork")
     verdicts = {scenario.name: scenario.verdict for scenario in report.scenarios}
-    assert verdicts["beam reorder"] is Verdict.INCONCLUSIVE
+    assert verdicts["beam reorder"] is Verdict.RAISED
     assert verdicts["fork"].passes
-    assert report.verdict is Verdict.INCONCLUSIVE
-    assert any("AttributeError: no reorder here" in (s.reason or "") for s in report.scenarios)
+    assert report.verdict is Verdict.RAISED
+    raised = of_name(report, "beam reorder").raised
+    assert raised is not None
+    assert (raised.operation, raised.error) == ("reorder", "AttributeError: no reorder here")
+    assert "in broken" in str(raised.traceback)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_raises_on_a_warm_cache_is_named_with_its_call(layer: int):
+    """The library's own frames are the decoder's; those of kvproof and of torch's module calls are not."""
+    subject = subject_of("llama")
+    attention = subject.model.model.layers[layer].self_attn
+    healthy = attention.forward
+
+    def raises(hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if options["past_key_values"] is not None and options["past_key_values"].get_seq_length(layer):
+            raise RuntimeError("no warm cache")
+        return healthy(hidden_states, *args, **options)
+
+    assert audited(subject, "chunked prefill", "fork").verdict.passes
+    attention.forward = raises
+    report = audited(subject, "chunked prefill", "fork")
+    assert report.verdict is Verdict.RAISED
+    assert report.exit_status == 6
+    for name in ("chunked prefill", "fork"):
+        raised = of_name(report, name).raised
+        assert raised is not None
+        assert (raised.call, raised.layer, raised.error) == (1, layer, "RuntimeError: no warm cache")
+        assert raised.traceback is not None
+        assert "modeling_llama.py" in raised.traceback
+        assert "_call_impl" not in raised.traceback
+        assert (
+            "kvproof" not in raised.traceback.replace("\\", "/").partition("in raises")[0].rpartition("src/")[2]
+        )
 
 
 @pytest.fixture(scope="module")

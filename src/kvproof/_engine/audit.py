@@ -265,7 +265,7 @@ class Auditor:
         for program in programs:
             problem = None if is_prepared else self._prepare([program])
             if problem is not None:
-                check.undecided = check.undecided or problem
+                check.undecided = check.undecided or f"no uncached row to compare with: {problem}"
                 continue
             try:
                 judged = self.rows.judge_program(program, fault)

@@ -64,19 +64,19 @@ def raise_sentence(raised: Raise, scenario: str | None = None) -> str:
     ``scenario`` is its name, if the sentence must say it. There is no full stop.
     """
     what = "raises" if raised.traceback is not None else "gives a malformed row"
-    layer = "" if raised.layer is None else f" in layer {raised.layer}"
     call = f"call {raised.call + 1}"
     if raised.operation not in ("extend", "generate"):
         call = f"{raised.operation} before {call}"
-    of = "" if scenario is None else f" of {scenario}"
-    fed = _tokens(raised.fed_text, raised.fed)
-    fed = f", which is fed {fed}" if fed else ""
+    parts = [call if scenario is None else f"{call} of {scenario}"]
+    fed, after = _tokens(raised.fed_text, raised.fed), _tokens(raised.consumed_text, raised.consumed)
     at = "" if raised.position is None else f" at position {raised.position}"
-    after = _tokens(raised.consumed_text, raised.consumed)
-    after = f", after {after}" if after else ""
+    tokens = " ".join(filter(None, (f"fed {fed}{at}" if fed else "", f"after {after}" if after else "")))
+    parts += [tokens] if tokens else []
+    parts += [] if raised.layer is None else [f"in layer {raised.layer}"]
     error = one_line(raised.error, _MAX_ERROR).rstrip(".")
-    where = f"{layer} in {call}{of}{fed}{at}{after}"
-    return f"the cached path {what}{where}: {error}; the uncached path gives a row for these tokens"
+    return (
+        f"the cached path {what} in {', '.join(parts)}: {error}; the uncached path gives a row for these tokens"
+    )
 
 
 def traceback_of(scenario: ScenarioResult) -> str | None:
