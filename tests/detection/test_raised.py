@@ -25,6 +25,7 @@ from kvproof import (
     audit,
     faults,
 )
+from kvproof._sweeping.sweep import _sentence
 from kvproof.contract import Outcome, ScenarioResult
 from kvproof.contract.baseline import changes
 from kvproof.errors import MalformedRowError, SubjectError, TokenError
@@ -438,3 +439,11 @@ def test_it_is_the_same_from_another_process(jobs: int):
     raised = found(report, "chunked prefill").raised
     assert raised is not None
     assert (raised.call, raised.layer) == (1, 1)
+
+
+def test_a_sweep_s_cell_says_what_was_raised():
+    result = found(audit((full, no_warm_blocks), [BLOCKS]), "chunked prefill")
+    assert _sentence(result) == (
+        "the cached path raises in call 2, fed 3 4 at position 2 after 1 2: ValueError: no blocks on a warm "
+        "cache; the uncached path gives a row for these tokens."
+    )
