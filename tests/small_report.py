@@ -409,6 +409,7 @@ REPORT = Report(
             reason=None,
             divergence=None,
             four_ways=None,
+            raised=RAISED,
         ),
     ),
     faults=(

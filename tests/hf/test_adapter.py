@@ -314,20 +314,27 @@ def test_what_a_decoder_raises_is_its_scenario_s_verdict_and_the_other_scenarios
     assert "in broken" in str(raised.traceback)
 
 
+def raise_on_a_warm_cache(subject: TransformersSubject, layer: int, num_more: int = 0) -> None:
+    """Let a layer's attention raise once its cache holds ``num_more`` tokens more than on its first warm call."""
+    held: list[int] = []
+
+    def refuse(module: torch.nn.Module, args: Any, options: dict[str, Any]) -> None:
+        cache = next((value for name, value in options.items() if name.startswith("past_key_value")), None)
+        length = 0 if cache is None else cache.get_seq_length(layer)
+        held.extend([length] if length else [])
+        if length and length >= held[0] + num_more:
+            raise RuntimeError("no warm cache")
+
+    attention = subject.model.model.layers[layer].self_attn
+    attention.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_that_raises_on_a_warm_cache_is_named_with_its_call(layer: int):
     """The library's own frames are the decoder's; those of kvproof and of torch's module calls are not."""
     subject = subject_of("llama")
-    attention = subject.model.model.layers[layer].self_attn
-    healthy = attention.forward
-
-    def raises(hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if options["past_key_values"] is not None and options["past_key_values"].get_seq_length(layer):
-            raise RuntimeError("no warm cache")
-        return healthy(hidden_states, *args, **options)
-
     assert audited(subject, "chunked prefill", "fork").verdict.passes
-    attention.forward = raises
+    raise_on_a_warm_cache(subject, layer)
     report = audited(subject, "chunked prefill", "fork")
     assert report.verdict is Verdict.RAISED
     assert report.exit_status == 6
@@ -339,6 +346,20 @@ def test_a_layer_that_raises_on_a_warm_cache_is_named_with_its_call(layer: int):
         assert "modeling_llama.py" in raised.traceback
         assert "_call_impl" not in raised.traceback
         assert "_transformers/model.py" not in raised.traceback.replace("\\", "/")
+
+
+def test_generate_that_raises_is_said_with_its_forward_and_its_prompt():
+    name = "generate greedy"
+    subject = subject_of("llama")
+    assert audited(subject, name).verdict.passes
+    raise_on_a_warm_cache(subject, layer=1, num_more=1)
+    report = audited(subject, name)
+    assert report.verdict is Verdict.RAISED
+    raised = of_name(report, name).raised
+    assert raised is not None
+    assert (raised.call, raised.operation, raised.position, raised.layer) == (2, "generate", None, 1)
+    assert raised.consumed == ()
+    assert f"raises in call 3 of {name}, generating from " in report.summary
 
 
 @pytest.fixture(scope="module")

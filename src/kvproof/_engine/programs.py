@@ -121,6 +121,7 @@ class _ProgramRun:
         self.counts = coverage.counts
         self.made = coverage.made
         self.sessions: list[tuple[Session, Tap]] = []
+        self.num_forwards = 0  #: that a `Generate` has begun
 
     def calls(self, prompted: Session | None) -> Iterator[Call]:
         """Run the operations and yield each call that gives rows."""
@@ -153,6 +154,7 @@ class _ProgramRun:
     @contextmanager
     def _describing(self, operation: Operation) -> Iterator[None]:
         """Describe in ``coverage`` what the decoder raises in an operation, and let it through."""
+        self.num_forwards = 0
         try:
             yield
         except SubjectError as error:
@@ -165,7 +167,7 @@ class _ProgramRun:
             self.coverage.raised = describe_raise(
                 error,
                 self.subject,
-                call=self.coverage.num_calls,
+                call=self.coverage.num_calls + max(0, self.num_forwards - 1),
                 operation=operation.kind(),
                 consumed=consumed,
                 fed=fed,
@@ -206,9 +208,13 @@ class _ProgramRun:
             case _:
                 raise TypeError(f"no run can carry out {operation!r}")
 
+    def _tap_of_forward(self) -> Tap:
+        self.num_forwards += 1
+        return self.planting()
+
     def _generate(self, operation: Generate) -> Iterator[Call]:
         with self._describing(operation):
-            generated = self.subject.generate(operation, self.planting)
+            generated = self.subject.generate(operation, self._tap_of_forward)
         self.counts.update(generated.counts)
         for call in generated.calls:
             rows = tuple(

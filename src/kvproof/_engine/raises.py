@@ -48,7 +48,7 @@ def describe_raise(
         fed=new,
         consumed_text=_text_of(subject, before),
         fed_text=_text_of(subject, new),
-        position=max(map(len, before), default=0) if any(new) else None,
+        position=max(map(len, before)) if before and any(new) else None,
         layer=None if cause is None else _layer_of(cause.__traceback__, subject.root_module),
         error=_storable(str(error) if cause is None else _name_and_message(cause)),
         traceback=None if cause is None else _storable(_format(cause)),

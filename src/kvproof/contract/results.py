@@ -248,13 +248,14 @@ class FourWays:
 class Raise:
     """Where the cached path raised, or gave a malformed row, although the uncached path gives a row."""
 
-    call: int  #: how many calls of the program had returned before it
-    operation: str  #: its name: ``extend``, or an operation between calls, such as ``crop``
+    call: int  #: how many calls of the program had returned before it, each forward of ``generate()`` included
+    operation: str  #: its name: ``extend``, ``generate``, or an operation between calls, such as ``crop``
     consumed: tuple[tuple[int, ...], ...]  #: each batch row's tokens before it
-    fed: tuple[tuple[int, ...], ...]  #: each batch row's tokens that it was given; none for most operations
+    #: The tokens that each batch row was given, or the prompts of ``generate()``; empty for other operations.
+    fed: tuple[tuple[int, ...], ...]
     consumed_text: str
     fed_text: str
-    position: int | None  #: of the first token that it was given; None if it was given none
+    position: int | None  #: of the first token that it was given; None if it was given none, or in ``generate()``
     layer: int | None  #: None if the exception came from outside the layers, or the layer is not known
     error: str  #: the exception's type and message, or what was wrong with the row
     traceback: str | None  #: the decoder's own frames; None if it returned a malformed row

@@ -70,7 +70,8 @@ def raise_sentence(raised: Raise, scenario: str | None = None) -> str:
     parts = [call if scenario is None else f"{call} of {scenario}"]
     fed, after = _tokens(raised.fed_text, raised.fed), _tokens(raised.consumed_text, raised.consumed)
     at = "" if raised.position is None else f" at position {raised.position}"
-    tokens = " ".join(filter(None, (f"fed {fed}{at}" if fed else "", f"after {after}" if after else "")))
+    verb = "generating from" if raised.operation == "generate" else "fed"
+    tokens = " ".join(filter(None, (f"{verb} {fed}{at}" if fed else "", f"after {after}" if after else "")))
     parts += [tokens] if tokens else []
     parts += [] if raised.layer is None else [f"in layer {raised.layer}"]
     error = one_line(raised.error, _MAX_ERROR).rstrip(".")
