@@ -33,6 +33,7 @@ from kvproof.contract.results import (
     KeptSlot,
     NotPlanted,
     Outcome,
+    Raise,
     RowResult,
     ScenarioResult,
     SmallestChange,
@@ -80,6 +81,21 @@ DIVERGENCE = Divergence(
 )
 
 
+RAISED = Raise(
+    call=1,
+    operation="extend",
+    consumed=((0,),),
+    fed=((2, 0),),
+    consumed_text="[red]<script>",
+    fed_text="A [red]<script>",
+    position=1,
+    layer=0,
+    error="ValueError: <script>alert(1)</script>",
+    traceback=(
+        'Traceback (most recent call last):\n  File "decoder.py", line 7, in forward\n    raise ValueError(x)\n'
+        "ValueError: <script>alert(1)</script>\n"
+    ),
+)
 CHOICES = ChoiceEvidence(
     gap=1e-6,
     uncached_error=1e-6,
@@ -393,6 +409,7 @@ REPORT = Report(
             reason=None,
             divergence=None,
             four_ways=None,
+            raised=RAISED,
         ),
     ),
     faults=(

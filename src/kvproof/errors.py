@@ -15,6 +15,7 @@
     │   ├── ContextError      a position is beyond the context
     │   └── CacheError        wrong layer or axes, duplicate or missing append, mixed requests
     └── SubjectError          the audited decoder raised; ``__cause__`` is its exception
+        └── MalformedRowError it returned something other than a row of logits
 
 `kvproof.MismatchError` is an ``AssertionError`` instead, so that test runners show it as a failure.
 """
@@ -69,4 +70,8 @@ class CacheError(SessionError):
 
 
 class SubjectError(KvproofError):
-    """The audited decoder raised; ``__cause__`` is its exception."""
+    """The audited decoder raised; ``__cause__`` is its exception. Without one, an adapter refused a call."""
+
+
+class MalformedRowError(SubjectError):
+    """The audited decoder returned no logits, or logits of another shape or type."""

@@ -1,5 +1,6 @@
 """The report's page, in a real browser: what it shows first, every control, untrusted text, its looks."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 from tests.browser.conftest import Watched, in_look
 from tests.browser.screens import assert_looks_as_before
-from tests.small_report import REPORT
+from tests.small_report import RAISED, REPORT
 
 from kvproof.contract.codec import from_plain, to_plain
 from kvproof.contract.report import Report
+from kvproof.contract.results import Verdict
 from kvproof.render import json as report_json
 from kvproof.render.html import render
 
@@ -186,6 +188,23 @@ def test_axe_finds_no_serious_fault(
         found = Axe().run(watched.page).response["violations"]
         serious = [each for each in found if each["impact"] in ("serious", "critical")]
         assert [(each["id"], each["nodes"][0]["html"][:200]) for each in serious] == []
+
+
+@in_look("light", "dark", "phone")
+def test_a_report_of_a_decoder_that_raised_shows_where_and_its_traceback(watched: Watched, tmp_path: Path):
+    (first, *_) = REPORT.scenarios
+    long_line = dataclasses.replace(RAISED, traceback=f"{RAISED.traceback}{'x' * 300}\n")
+    raised = dataclasses.replace(first, verdict=Verdict.RAISED, four_ways=None, raised=long_line)
+    report = dataclasses.replace(REPORT, verdict=Verdict.RAISED, scenarios=(raised,), milestone=None)
+    file = tmp_path / "report.html"
+    file.write_text(render(report), "utf-8")
+    page = watched.open(file)
+    for text in ("✗ raised", RAISED.error, "call 2, position 1, layer 0"):
+        assert in_first_screen(page, text), text
+    assert 'File "decoder.py", line 7, in forward' in page.locator("#verdict pre").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than its screen"
+    serious = [v for v in Axe().run(page).response["violations"] if v["impact"] in ("serious", "critical")]
+    assert [each["id"] for each in serious] == []
 
 
 @in_look("light", "dark", "phone")

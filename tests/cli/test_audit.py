@@ -86,6 +86,21 @@ def test_fail_fast_stops_after_the_first_finding():
     assert report.partial
 
 
+def test_a_model_that_raises_exits_with_6_and_shows_its_own_traceback(tmp_path: Path):
+    """Bloom's position bias is as long as the mask, so it raises on a static cache."""
+    arguments = ("random:bloom", "--scenario", "static cache", "--scenario", "token-by-token")
+    done = run("audit", *arguments, "--report", tmp_path)
+    assert done.status == 6
+    words = " ".join(done.out.split())
+    assert "The cached path raises in call 1 of static cache, fed 14 tokens at position 0, in layer 0" in words
+    assert "Traceback (most recent call last):" in words
+    assert "modeling_bloom.py" in done.out.replace("\n", "")
+    assert "To repeat the first finding alone: kvproof audit random:bloom --scenario 'static cache'" in words
+    assert "kvproof shrink" not in words
+    assert run("audit", *arguments, "--quiet", "--baseline", tmp_path / "report.json").status == 0
+    assert run("audit", *arguments[:1], "--quiet", "--scenario", "token-by-token", "--no-certificate").status == 0
+
+
 def test_ctrl_c_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     check = Auditor.check
 

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -13,7 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 from tests.cli.running import run
-from tests.small_report import REPORT
+from tests.small_report import RAISED, REPORT
 
 from kvproof.contract.baseline import changes
 from kvproof.contract.report import Report, brief, brief_html
@@ -23,6 +24,7 @@ from kvproof.render import junit, sarif
 from kvproof.render.html import render as to_html
 from kvproof.render.json import render as to_json
 from kvproof.render.markdown import render as to_markdown
+from kvproof.render.terminal import render as to_text
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "sarif-2.1.0-rtm.5.json").read_text("utf-8"))
 
@@ -57,6 +59,7 @@ ALL = of(
     e=Verdict.VACUOUS,
     f=Verdict.NOT_CHECKED,
     advice_g=Verdict.DIVERGED,
+    h=Verdict.RAISED,
 )
 
 
@@ -69,6 +72,7 @@ def test_sarif_is_valid_and_holds_each_finding():
         ("inconclusive", "warning"),
         ("vacuous", "warning"),
         ("diverged", "note"),
+        ("raised", "error"),
     ]
     assert {rule["id"] for rule in log["runs"][0]["tool"]["driver"]["rules"]} >= {r["ruleId"] for r in results}
     fingerprints = {json.dumps(r["partialFingerprints"]) for r in results}
@@ -97,9 +101,10 @@ def test_junit_has_a_case_for_each_scenario():
         "e": ["error"],
         "f": ["skipped"],
         "advice_g": ["skipped"],
+        "h": ["failure"],
     }
     counted = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
-    assert counted == {"tests": "7", "failures": "1", "errors": "2", "skipped": "2"}
+    assert counted == {"tests": "8", "failures": "2", "errors": "2", "skipped": "2"}
 
 
 def test_junit_says_where_an_audit_could_not_have_failed():
@@ -107,6 +112,46 @@ def test_junit_says_where_an_audit_could_not_have_failed():
     (suite,) = ET.fromstring(junit.render(dataclasses.replace(REPORT, certificate=blind)))
     (case,) = [case for case in suite if case.get("name") == "certificate"]
     assert case.find("error").get("message") == "vacuous: nothing was caught"
+
+
+def with_raise() -> Report:
+    """Return the small report with a first scenario whose cached path raised."""
+    (first, *_) = REPORT.scenarios
+    raised = dataclasses.replace(first, verdict=Verdict.RAISED, four_ways=None, raised=RAISED)
+    return dataclasses.replace(REPORT, verdict=Verdict.RAISED, scenarios=(raised,), certificate=None)
+
+
+SENTENCE = "the cached path raises in call 2, fed A [red]<script> at position 1 after [red]<script>, in layer 0"
+
+
+@pytest.mark.parametrize(
+    "render",
+    [junit.render, sarif.render, to_text, to_html, to_markdown, brief, brief_html],
+    ids=lambda f: f.__name__,
+)
+def test_every_form_says_what_the_cached_path_raised(render: Callable[[Report], str]):
+    text = render(with_raise())
+    if render in (junit.render, to_html, brief_html):
+        assert "<script>alert" not in text
+        text = html.unescape(text)
+    words = " ".join(re.sub(r"\\\\(.)", r"\1", text).split())
+    if render is not to_html:
+        assert SENTENCE in (words.replace("\\", "") if render is to_markdown else words)
+    if render is not sarif.render:
+        assert 'File "decoder.py", line 7, in forward' in words
+        assert "ValueError: <script>alert(1)</script>" in words
+
+
+@pytest.mark.parametrize("traceback", [None, RAISED.traceback])
+def test_the_page_shows_where_it_raised_and_what_led_to_it(traceback: str | None):
+    report = with_raise()
+    raised = dataclasses.replace(RAISED, traceback=traceback, operation="crop", position=None)
+    scenario = dataclasses.replace(report.scenarios[0], rows=(), raised=raised)
+    text = to_html(dataclasses.replace(report, scenarios=(scenario,)))
+    assert "crop before call 2, layer 0" in text
+    assert ("Malformed row" in text) == (traceback is None)
+    assert ("Traceback, the decoder" in text) == (traceback is not None)
+    assert "kvproof shrink" not in text, "what raised cannot be shrunk"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +267,15 @@ def test_a_form_that_is_not_there_is_refused(saved: Callable[[Report], Path]):
         ({"a": Verdict.DIVERGED}, {"a": Verdict.MATCH}, [], ["a: diverged, and now match"], 0),
         ({"a": Verdict.DIVERGED}, {"a": Verdict.INCONCLUSIVE}, [], ["a: diverged, and now inconclusive"], 0),
         ({"a": Verdict.INCONCLUSIVE}, {"a": Verdict.DIVERGED}, ["a: inconclusive, and now diverged"], [], 1),
+        ({"a": Verdict.INCONCLUSIVE}, {"a": Verdict.RAISED}, ["a: inconclusive, and now raised"], [], 6),
+        ({"a": Verdict.DIVERGED}, {"a": Verdict.RAISED}, [], ["a: diverged, and now raised"], 0),
+        (
+            {},
+            {"a": Verdict.RAISED, "b": Verdict.INCONCLUSIVE},
+            ["a: match, and now raised", "b: match, and now inconclusive"],
+            [],
+            6,
+        ),
         ({"a": Verdict.MATCH}, {"a": Verdict.NOT_CHECKED}, ["a: match, and now not-checked"], [], 5),
         ({"a": Verdict.NOT_CHECKED}, {"a": Verdict.MATCH}, [], ["a: not-checked, and now match"], 0),
         ({"a": Verdict.NOT_CHECKED}, {"a": Verdict.DIVERGED}, ["a: not-checked, and now diverged"], [], 1),

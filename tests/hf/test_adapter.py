@@ -296,17 +296,70 @@ def test_a_recurrent_state_is_not_rolled_back_and_says_so():
         subject.session(needs={Ability.CROP})
 
 
-def test_what_a_decoder_raises_is_inconclusive_and_the_other_scenarios_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_decoder_raises_is_its_scenario_s_verdict_and_the_other_scenarios_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def broken(self: object, rows: object) -> None:
         raise AttributeError("no reorder here")
 
     monkeypatch.setattr(TransformersSession, "_reorder", broken)
     report = audited(subject_of("llama"), "beam reorder", "fork")
     verdicts = {scenario.name: scenario.verdict for scenario in report.scenarios}
-    assert verdicts["beam reorder"] is Verdict.INCONCLUSIVE
+    assert verdicts["beam reorder"] is Verdict.RAISED
     assert verdicts["fork"].passes
-    assert report.verdict is Verdict.INCONCLUSIVE
-    assert any("AttributeError: no reorder here" in (s.reason or "") for s in report.scenarios)
+    assert report.verdict is Verdict.RAISED
+    raised = of_name(report, "beam reorder").raised
+    assert raised is not None
+    assert (raised.operation, raised.error) == ("reorder", "AttributeError: no reorder here")
+    assert "in broken" in str(raised.traceback)
+
+
+def raise_on_a_warm_cache(subject: TransformersSubject, layer: int, num_more: int = 0) -> None:
+    """Let a layer's attention raise once its cache holds ``num_more`` tokens more than on its first warm call."""
+    held: list[int] = []
+
+    def refuse(module: torch.nn.Module, args: Any, options: dict[str, Any]) -> None:
+        cache = next((value for name, value in options.items() if name.startswith("past_key_value")), None)
+        length = 0 if cache is None else cache.get_seq_length(layer)
+        held.extend([length] if length else [])
+        if length and length >= held[0] + num_more:
+            raise RuntimeError("no warm cache")
+
+    attention = subject.model.model.layers[layer].self_attn
+    attention.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_raises_on_a_warm_cache_is_named_with_its_call(layer: int):
+    """The library's own frames are the decoder's; those of kvproof and of torch's module calls are not."""
+    subject = subject_of("llama")
+    assert audited(subject, "chunked prefill", "fork").verdict.passes
+    raise_on_a_warm_cache(subject, layer)
+    report = audited(subject, "chunked prefill", "fork")
+    assert report.verdict is Verdict.RAISED
+    assert report.exit_status == 6
+    for name in ("chunked prefill", "fork"):
+        raised = of_name(report, name).raised
+        assert raised is not None
+        assert (raised.call, raised.layer, raised.error) == (1, layer, "RuntimeError: no warm cache")
+        assert raised.traceback is not None
+        assert "modeling_llama.py" in raised.traceback
+        assert "_call_impl" not in raised.traceback
+        assert "_transformers/model.py" not in raised.traceback.replace("\\", "/")
+
+
+def test_generate_that_raises_is_said_with_its_forward_and_its_prompt():
+    name = "generate greedy"
+    subject = subject_of("llama")
+    assert audited(subject, name).verdict.passes
+    raise_on_a_warm_cache(subject, layer=1, num_more=1)
+    report = audited(subject, name)
+    assert report.verdict is Verdict.RAISED
+    raised = of_name(report, name).raised
+    assert raised is not None
+    assert (raised.call, raised.operation, raised.position, raised.layer) == (2, "generate", None, 1)
+    assert raised.consumed == ()
+    assert f"raises in call 3 of {name}, generating from " in report.summary
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,25 @@ def test_a_failure_is_the_finding_and_its_report_is_kept(
     assert json.loads(file.read_text("utf-8"))["verdict"] == "diverged"
 
 
+def test_a_decoder_that_raises_fails_with_its_own_traceback(pytester: pytest.Pytester):
+    raising = """
+def raises(ids, cache):
+    if cache is not None:
+        raise ValueError("no warm cache")
+    return step(ids, cache)
+
+def test_the_cache(kvproof):
+    kvproof.assert_match((full, raises), "token-by-token")
+"""
+    result = run(pytester, raising)
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert "token-by-token (raised): the cached path raises in call 2, fed " in text
+    assert 'raise ValueError("no warm cache")' in text
+    (file,) = (pytester.path / "kvproof-reports").iterdir()
+    assert json.loads(file.read_text("utf-8"))["verdict"] == "raised"
+
+
 @pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
 def test_a_suite_shows_one_line_a_scenario(pytester: pytest.Pytester, options: list[str]):
     result = run(pytester, EACH, "-v", "-rs", *options)

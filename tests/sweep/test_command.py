@@ -129,7 +129,7 @@ def test_every_type_is_every_type_of_the_library_and_a_refused_one_does_not_fail
 
 
 @pytest.mark.parametrize(
-    ("verdict", "status"), [("diverged", 1), ("inconclusive", 3), ("vacuous", 4), ("match", 0)]
+    ("verdict", "status"), [("diverged", 1), ("raised", 6), ("inconclusive", 3), ("vacuous", 4), ("match", 0)]
 )
 def test_the_exit_status_is_that_of_the_worst_verdict(
     verdict: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,12 @@ def test_each_target_has_a_line_and_each_dtype_and_attention_a_column_with_the_w
     ]
 
 
+@pytest.mark.parametrize("verdict", [Verdict.RAISED, Verdict.DIVERGED], ids=str)
+def test_what_is_wrong_with_a_decoder_stands_out(verdict: Verdict):
+    lines = section(render(table(group(GPT2, cell(GPT2, verdict)))), "Worst verdict of each target")
+    assert lines[2:] == [f"| random:gpt2 | **{verdict.value}** |"]
+
+
 def test_counts_are_of_groups_and_of_scenarios():
     text = render(
         table(

@@ -19,6 +19,7 @@ EXIT_STATUS = {
     Verdict.ROUNDING: 0,
     Verdict.VACUOUS: 4,
     Verdict.INCONCLUSIVE: 3,
+    Verdict.RAISED: 6,
     Verdict.DIVERGED: 1,
 }
 HELD = dataclasses.replace(MILESTONE, gate=MILESTONE.gate[:1])

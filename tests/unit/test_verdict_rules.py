@@ -258,8 +258,9 @@ def test_two_uncached_ways_are_judged_by_float64(changes: dict[str, Any], found:
 
 def test_a_scenario_is_as_bad_as_the_worst_that_came_of_it():
     assert judge_scenario([]) is Verdict.NOT_CHECKED
-    assert judge_scenario([], wrong_value=True) is Verdict.DIVERGED
-    assert judge_scenario([], raised=True, unreached=True) is Verdict.INCONCLUSIVE
+    assert judge_scenario([], wrong_value=True, raised=True) is Verdict.DIVERGED
+    assert judge_scenario([], raised=True, undecided=True) is Verdict.RAISED
+    assert judge_scenario([], undecided=True, unreached=True) is Verdict.INCONCLUSIVE
     assert judge_scenario([], unreached=True) is Verdict.VACUOUS
 
 

@@ -8,6 +8,7 @@ from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.determinism import check_determinism
 from kvproof._engine.errors_together import errors_together
+from kvproof._engine.fault_results import fault_result
 from kvproof._engine.four_computations import four_ways
 from kvproof._engine.localise import localise
 from kvproof._engine.program_rows import ProgramRows, RowAuditor
@@ -19,6 +20,7 @@ from kvproof._engine.uncached_rows import Reference, Uncached
 from kvproof._engine.verdict_rules import (
     CAUSALITY,
     DETERMINISM,
+    is_finding,
     is_of_declared_dtype_alone,
     judge_audit,
     judge_scenario,
@@ -37,14 +39,13 @@ from kvproof.contract.results import (
     FaultResult,
     FourWays,
     Localisation,
-    Outcome,
+    Raise,
     RowResult,
     ScenarioResult,
     Spread,
     Tolerance,
     Verdict,
 )
-from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError, SubjectError, UsageError
 from kvproof.faults import Fault, choose_place, choose_sequences
 from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, drawable_kinds, longest_sequences
@@ -89,16 +90,17 @@ def audit(
     fault of the catalogue that the subject lets be planted, where the verdict would be a pass: an audit that
     cannot be shown able to fail is `vacuous`; by default it does so where the whole catalogue is run.
     ``spread`` runs one program once more, the first that diverged where one did, and reports every value's gap.
-    ``fail_fast`` stops after the first scenario that diverges; ``keep_partial`` returns what is done when Ctrl-C
-    arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for the
-    scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
+    ``fail_fast`` stops after the first scenario that diverges or raises; ``keep_partial`` returns what is done
+    when Ctrl-C arrives. Both mark the report as partial. ``jobs`` processes, of one thread each, are forked for
+    the scenarios, and again for the certificate; None asks for as many as torch has threads, where decoder and
     system can be forked. One uncached call and one cached program are made ``repeats`` times first: where their
     rows differ, the decoder is not deterministic, and nothing else is concluded. ``truth`` is the same weights in
     another implementation, which has float64, for a decoder that has none: the errors of both paths against it
     stand side by side. ``on_scenario`` is told what is being run.
 
-    A scenario that needs an ability which the subject lacks is not checked; one in which the decoder raises is
-    inconclusive and says what was raised. What a session refuses comes through: the scenario is wrong.
+    A scenario that needs an ability which the subject lacks is not checked. One in which the cached path raises,
+    or gives a malformed row, is `raised`, and says what was raised and where; if the uncached path raises for
+    these tokens too, it is inconclusive. What a session refuses comes through: the scenario is wrong.
     """
     subject = as_subject(decoder)
     certificate = scenarios is None if certificate is None else certificate
@@ -113,7 +115,7 @@ def audit(
     try:
         for result in auditor.results(programs, on_scenario):
             results.append(result)
-            if fail_fast and result.verdict is Verdict.DIVERGED and not result.advice:
+            if fail_fast and is_finding(result):
                 partial = True
                 break
         clean_gap = largest(result.largest_gap for result in results)
@@ -174,7 +176,8 @@ class _Check:
     num_values: int = 0
     divergence: Divergence | None = None
     four_ways: FourWays | None = None
-    raised: str | None = None  #: what the decoder raised: the programs after it are not run
+    raised: Raise | None = None  #: the first time that the cached path raised
+    undecided: str | None = None  #: why a program could not be run to its end, where that proves nothing
     unreached: str | None = None  #: what a program was meant to reach or do, and did not
 
     def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
@@ -185,16 +188,18 @@ class _Check:
             errors=errors,
             wrong_value=is_proof and self.divergence is not None,
             raised=self.raised is not None,
+            undecided=self.undecided is not None,
             unreached=self.unreached is not None,
         )
-        reason = self.raised or self.unreached
+        reasons = [reason for reason in (self.undecided, self.unreached) if reason is not None]
         return dataclasses.replace(
-            scenario_result(scenario.name, verdict, tuple(self.rows), reason=reason),
+            scenario_result(scenario.name, verdict, tuple(self.rows), reason="; ".join(reasons) or None),
             advice=scenario.advice,
             num_values_compared=self.num_values,
             divergence=self.divergence,
             four_ways=self.four_ways,
             errors=errors,
+            raised=self.raised,
         )
 
 
@@ -306,16 +311,23 @@ class Auditor:
         why_not = self._why_not(programs)
         if why_not is not None:
             return empty_result(scenario.name, Verdict.NOT_CHECKED, why_not, advice=scenario.advice)
-        check = _Check(raised=self._prepare(programs))
-        for program in programs if check.raised is None else ():
+        check, is_prepared = _Check(), self._prepare(programs) is None
+        for program in programs:
+            problem = None if is_prepared else self._prepare([program])
+            if problem is not None:
+                check.undecided = check.undecided or f"no uncached row to compare with: {problem}"
+                continue
             try:
                 judged = self.rows.judge_program(program, fault)
             except SubjectError as error:
-                check.raised = str(error)
-                break
+                check.undecided = check.undecided or str(error)
+                continue
             check.rows += judged.rows
-            check.unreached = check.unreached or judged.coverage.missing(program)
-            self._locate(check, program, fault, judged)
+            check.raised = check.raised or judged.raised
+            check.undecided = check.undecided or judged.undecided
+            if judged.coverage.failed is None:
+                check.unreached = check.unreached or judged.coverage.missing(program)
+            self._locate(check, fault, judged)
             if fault is None:
                 self._note(program, judged)
         return check.result(scenario, is_proof=self._values_are_exact)
@@ -331,32 +343,7 @@ class Auditor:
             result = self.check(run, fault)
         except KvproofError as error:  # the decoder's own guard
             result = empty_result(run[0].name, Verdict.INCONCLUSIVE, str(error), advice=False)
-        beyond = [row for row in result.rows if not row.gap <= row.allowed]
-        first = result.divergence
-        if result.verdict is Verdict.DIVERGED:
-            outcome = Outcome.CAUGHT
-        elif result.verdict is Verdict.INCONCLUSIVE and result.reason is not None:
-            outcome = Outcome.RAISED
-        else:
-            outcome = Outcome.HIDDEN if first is not None or beyond else Outcome.EQUIVALENT
-        return FaultResult(
-            name=fault.name,
-            breaks=fault.breaks,
-            expected_stages=tuple(stage for stage in Stage if stage in fault.stages),
-            layer=fault.place.layer,
-            position=fault.place.position,
-            outcome=outcome,
-            where=None if first is None else _place_of(first),
-            right_stage=None if first is None else fault.must_show_at(first.stage, first.layer),
-            gap=largest(row.gap / row.scale if row.scale else row.gap for row in beyond[:1] or result.rows),
-            reason=result.reason,
-            verdict=result.verdict,
-            largest_gap=result.largest_gap,
-            tolerance=max((row.allowed for row in result.rows), default=0.0),
-            num_rows_beyond=len(beyond),
-            margin=result.largest_gap / clean_gap if clean_gap else float("inf"),
-            divergence=first,
-        )
+        return fault_result(fault, result, clean_gap)
 
     def certificate(self, programs: Sequence[Scenario], on_part: Callable[[str], None]) -> Certificate | None:
         """Plant every fault that the subject lets be planted, on the tokens of these programs.
@@ -427,9 +414,11 @@ class Auditor:
         """Whether a value that differs on the way is a bug, and not what rounding may do."""
         return self.uncached.ladder.is_exact
 
-    def _locate(self, check: _Check, program: Scenario, fault: Fault | None, judged: ProgramRows) -> None:
+    def _locate(self, check: _Check, fault: Fault | None, judged: ProgramRows) -> None:
         """Look for the first wrong value and the wrong side; of the first program that shows one, and no more."""
-        number = judged.worst
+        program, number = judged.program, judged.worst
+        if not judged.rows and judged.coverage.failed is not None:
+            return
         bad = None if number is None else judged.rows[number]
         if number is not None and check.four_ways is None and fault is None and _is_worth_confirming(program):
             check.four_ways = self._four_ways(judged)
@@ -482,13 +471,6 @@ class Auditor:
             return four_ways(self.uncached, ids, actual, row=row)
         except SubjectError:  # the finding stands without it
             return None
-
-
-def _place_of(divergence: Divergence) -> str:
-    """Return the site of a divergence in words, as the certificate names it."""
-    if divergence.introduced:
-        return divergence.introduced[0].partition(" (by way of ")[0]
-    return str(Site(divergence.stage, divergence.layer)) if divergence.stage is not Stage.MODULE else "a module"
 
 
 def _is_worth_confirming(program: Scenario) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from kvproof._engine.verdict_rules import CAUSALITY, DETERMINISM, are_too_large
 from kvproof._numerics.gaps import largest
 from kvproof.contract.results import Certificate, ErrorRatio, RowResult, ScenarioResult, Verdict
+from kvproof.contract.sentences import raise_sentence
 
 
 def summarise(
@@ -26,18 +27,22 @@ def summarise(
     text = f"{len(compared)} prefixes compared over the whole vocabulary, largest gap {gap:.4e}"
     located = next((result.divergence for result in results if result.divergence), None)
     row = next((row for row in compared if row.verdict is Verdict.DIVERGED), None)
+    raised = _raised(results)
     if causality is not None and causality.verdict is Verdict.DIVERGED:
         also = ""
         if row is not None:
             also = f" Against literal rows the cached path diverges, too, after {row.tokens}: {row.reason}."
         return f"The uncached path is {causality.reason}.{also}"
     if verdict is Verdict.DIVERGED and located is not None:
-        return f"The cached path diverges: {located.sentence}."
+        return f"The cached path diverges: {located.sentence}.{_also(raised)}"
     if row is not None:
-        return f"The cached path diverges after {row.tokens}: {row.reason}."
+        return f"The cached path diverges after {row.tokens}: {row.reason}.{_also(raised)}"
     together = next((r for r in results if r.errors is not None and are_too_large(r.errors)), None)
     if verdict is Verdict.DIVERGED and together is not None:
-        return f"The cached path diverges in its dtype alone: {describe_errors(together.name, together.errors)}."
+        text = describe_errors(together.name, together.errors)
+        return f"The cached path diverges in its dtype alone: {text}.{_also(raised)}"
+    if raised is not None:
+        return f"{_capitalise(raised)}."
     if rung_problem is not None:
         return f"Could not decide: {rung_problem}. Without it, {text}."
     if verdict.passes:
@@ -59,6 +64,22 @@ def describe_errors(scenario: str, errors: ErrorRatio | None) -> str:
         f"{errors.ratio:.3g} times the uncached path's, the median row's {errors.median:.3g} times: something is "
         "held in too low a dtype"
     )
+
+
+def _raised(results: Sequence[ScenarioResult]) -> str | None:
+    """Return what the cached path raised first, and in which call of which scenario."""
+    first = next((result for result in results if result.raised is not None), None)
+    if first is None or first.raised is None:
+        return None
+    return raise_sentence(first.raised, first.name)
+
+
+def _also(raised: str | None) -> str:
+    return "" if raised is None else f" Besides, {raised}."
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def scenario_result(

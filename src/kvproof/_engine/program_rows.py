@@ -1,12 +1,13 @@
 """Runs one program on the cached path and judges every row that it gives.
 
-The program runs at all rungs in step. A row is judged as it comes, and let go. What first looks like a bug may
-be looked at twice more: once with tables that the model holds in a lower dtype computed in float64, and once
-with every choice of experts as the uncached path makes it.
+The program runs at all rungs in step. A row is judged as it comes, and let go. Where the decoder raises, the
+rows before that are judged, and the uncached path is asked for the row that is missing. What first looks like a
+bug may be looked at twice more: once with tables that the model holds in a lower dtype computed in float64, and
+once with every choice of experts as the uncached path makes it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import are_equal_in_float64, may_come_from_tables
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_of_rows
-from kvproof.contract.results import RowResult, Tolerance, Verdict
+from kvproof.contract.results import Raise, RowResult, Tolerance, Verdict
 from kvproof.errors import SubjectError
 from kvproof.faults import Fault, plant
 from kvproof.scenarios import Scenario
@@ -30,12 +31,15 @@ from kvproof.scenarios import Scenario
 class ProgramRows:
     """All rows of one program, and what its run did."""
 
+    program: Scenario  #: as far as it ran: without the operation that raised, and those after it
     rows: tuple[RowResult, ...]
     #: Cached float64 rows by their number: the first of each verdict that is no pass, and the first that diverged
     #: and is long enough to be computed in parts.
     exact_rows: dict[int, Tensor]
     coverage: Coverage
     without_exact: str | None  #: why the float64 rung was left out, where it alone raised
+    raised: Raise | None  #: what the cached path raised where the uncached path gives a row
+    undecided: str | None  #: why it ended early, where that proves nothing about the cached path
 
     @property
     def longer(self) -> int | None:
@@ -51,6 +55,15 @@ class ProgramRows:
         return failing[0] if failing else None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One run of a program: its rows, as they were first judged, and what it did in the declared dtype."""
+
+    coverage: Coverage = field(default_factory=Coverage)
+    rows: list[RowResult] = field(default_factory=list)
+    exact_rows: dict[int, Tensor] = field(default_factory=dict)
+
+
 class RowAuditor:
     """Judges the rows of programs of one subject."""
 
@@ -60,33 +73,60 @@ class RowAuditor:
         self.evidence = RowEvidence(self.subject, tolerance, uncached)
 
     def judge_program(self, program: Scenario, fault: Fault | None) -> ProgramRows:
-        """Run a program and judge its rows; where float64 alone raises, by the declared dtype alone."""
-        without_exact = None
+        """Run a program and judge its rows; where float64 alone raises, by the declared dtype alone.
+
+        Raises `SubjectError` where that is not the cached path's doing.
+        """
         try:
-            coverage, rows, exact_rows = self._run(program, fault, self.uncached.rungs)
+            run, without_exact = self._run(program, fault, self.uncached.rungs), None
         except SubjectError as error:
             if self.uncached.top is None:
                 raise
-            coverage, rows, exact_rows = self._run(program, fault, [self.uncached.declared])
-            without_exact = str(error).splitlines()[0]
-        rows = self._excuse_rounded_tables(rows, program, fault)
+            run, without_exact = self._run(program, fault, [self.uncached.declared]), str(error).splitlines()[0]
+        raised, undecided = run.coverage.raised, run.coverage.failed
+        if raised is not None:
+            problem = self._uncached_problem(raised)
+            raised, undecided = (raised, None) if problem is None else (None, problem)
+        if run.coverage.failed is not None:
+            program = replace(program, operations=program.operations[: run.coverage.num_finished])
+        rows = self._excuse_rounded_tables(run.rows, program, fault)
         rows = rejudge_expert_ties(self.uncached, self.evidence, program, fault, rows)
         return ProgramRows(
-            rows=tuple(rows), exact_rows=exact_rows, coverage=coverage, without_exact=without_exact
+            program=program,
+            rows=tuple(rows),
+            exact_rows=run.exact_rows,
+            coverage=run.coverage,
+            without_exact=without_exact,
+            raised=raised,
+            undecided=undecided,
         )
 
-    def _run(
-        self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung]
-    ) -> tuple[Coverage, list[RowResult], dict[int, Tensor]]:
-        coverage, exact_rows, shown = Coverage(), dict[int, Tensor](), set[tuple[Verdict, bool]]()
-        rows: list[RowResult] = []
-        for result, exact in self._compare_rows(program, fault, rungs, coverage):
-            kind = (result.verdict, result.verdict is Verdict.DIVERGED and len(result.ids) >= SHORTEST_IN_PARTS)
-            if exact is not None and not result.verdict.passes and kind not in shown:
-                exact_rows[len(rows)] = exact  # other rows are let go at once: a vocabulary may be large
-                shown.add(kind)
-            rows.append(result)
-        return coverage, rows, exact_rows
+    def _uncached_problem(self, raised: Raise) -> str | None:
+        """Return why the uncached path gives no row for the tokens at which the cached path raised, or None."""
+        fed = raised.fed or ((),) * len(raised.consumed)
+        for before, new in zip(raised.consumed or ((),) * len(fed), fed, strict=True):
+            try:
+                if before or new:
+                    self.uncached.declared.literal((*before, *new))
+            except SubjectError as error:
+                return f"the uncached path raises for the same tokens too: {error}"
+        return None
+
+    def _run(self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung]) -> _Run:
+        """Run a program up to its end, or to where it fails in the declared dtype; raise what fails elsewhere."""
+        run, shown = _Run(), set[tuple[Verdict, bool]]()
+        try:
+            for result, exact in self._compare_rows(program, fault, rungs, run.coverage):
+                is_long = len(result.ids) >= SHORTEST_IN_PARTS
+                kind = (result.verdict, result.verdict is Verdict.DIVERGED and is_long)
+                if exact is not None and not result.verdict.passes and kind not in shown:
+                    run.exact_rows[len(run.rows)] = exact  # other rows are let go at once: they may be large
+                    shown.add(kind)
+                run.rows.append(result)
+        except SubjectError:
+            if run.coverage.failed is None:
+                raise
+        return run
 
     def _compare_rows(
         self, program: Scenario, fault: Fault | None, rungs: Sequence[Rung], coverage: Coverage

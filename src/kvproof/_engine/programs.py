@@ -1,16 +1,31 @@
 """Runs the operations of a scenario on sessions, call by call."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from kvproof._engine.raises import describe_raise
 from kvproof._numerics.taps import Tap
+from kvproof.contract.results import Raise
 from kvproof.contract.stages import Site, Stage
+from kvproof.errors import SubjectError
 from kvproof.faults import Planting
-from kvproof.scenarios import Action, Claim, Extend, Fork, Generate, Open, Operation, Scenario, capacity
+from kvproof.scenarios import (
+    Action,
+    Claim,
+    Extend,
+    Fork,
+    Generate,
+    Open,
+    Operation,
+    Scenario,
+    SessionOperation,
+    capacity,
+)
 from kvproof.subjects import Session, Subject
 
 
@@ -40,6 +55,10 @@ class Coverage:
     lengths: set[int] = field(default_factory=set)  #: of the prefixes whose rows were compared
     counts: Counter[Claim] = field(default_factory=Counter)
     made: Counter[str] = field(default_factory=Counter)  #: how many operations of each kind, and rows, there were
+    num_finished: int = 0  #: how many operations have returned
+    num_calls: int = 0  #: how many calls gave rows
+    failed: str | None = None  #: why the operation after these did not return
+    raised: Raise | None = None  #: the same, if the decoder raised or gave a malformed row
 
     def missing(self, scenario: Scenario) -> str | None:
         """Say what the scenario promises and the run did not do, or return None."""
@@ -61,11 +80,12 @@ def run_program(
 
     ``planting`` makes a tap for every session and for every forward of a `Generate`, carries out the other
     operations, and may act between calls. None plants nothing. What the session refuses or the decoder raises
-    comes through. ``coverage`` is filled on the way. ``prompted`` is a session that has run the first operation,
-    an `Extend`: the program continues from a fork of it.
+    comes through. ``coverage`` is filled on the way, and describes what the decoder raised. ``prompted`` is a
+    session that has run the first operation, an `Extend`: the program continues from a fork of it.
     """
     coverage = Coverage() if coverage is None else coverage
     for call in _ProgramRun(subject, scenario, planting or Planting(), coverage).calls(prompted):
+        coverage.num_calls += 1
         coverage.lengths.update(len(row.prefix) for row in call.rows)
         coverage.made["row"] += len(call.rows)
         yield call
@@ -97,9 +117,11 @@ class _ProgramRun:
         self.subject = subject
         self.scenario = scenario
         self.planting = planting
+        self.coverage = coverage
         self.counts = coverage.counts
         self.made = coverage.made
         self.sessions: list[tuple[Session, Tap]] = []
+        self.num_forwards = 0  #: that a `Generate` has begun
 
     def calls(self, prompted: Session | None) -> Iterator[Call]:
         """Run the operations and yield each call that gives rows."""
@@ -108,20 +130,49 @@ class _ProgramRun:
             self._start_from(prompted)
             operations = operations[1:]
         elif any(not isinstance(operation, Generate) for operation in operations):
-            self._open(self.scenario.batch)
+            with self._describing(Open(batch=self.scenario.batch)):
+                self._open(self.scenario.batch)
         for operation in operations:
             if isinstance(operation, Generate):
                 yield from self._generate(operation)
-                continue
-            if isinstance(operation, Extend):
-                session, tap = self.sessions[operation.session]
-                call = _extend(session, operation, tap)
-                self.planting.after_call(session)
-                self.made[operation.kind()] += 1
-                yield call
+            elif isinstance(operation, Extend):
+                yield self._call(operation)
             else:
-                self._apply(operation)
+                with self._describing(operation):
+                    self._apply(operation)
                 self.made[operation.kind()] += 1
+            self.coverage.num_finished += 1
+
+    def _call(self, operation: Extend) -> Call:
+        session, tap = self.sessions[operation.session]
+        with self._describing(operation):
+            call = _extend(session, operation, tap)
+        self.planting.after_call(session)
+        self.made[operation.kind()] += 1
+        return call
+
+    @contextmanager
+    def _describing(self, operation: Operation) -> Iterator[None]:
+        """Describe in ``coverage`` what the decoder raises in an operation, and let it through."""
+        self.num_forwards = 0
+        try:
+            yield
+        except SubjectError as error:
+            consumed: Sequence[Sequence[int]] = ()
+            if isinstance(operation, SessionOperation):
+                consumed = self.sessions[operation.session][0].ids
+            fed = operation.prompts if isinstance(operation, Generate) else ()
+            fed = operation.ids if isinstance(operation, Extend) else fed
+            self.coverage.failed = str(error)
+            self.coverage.raised = describe_raise(
+                error,
+                self.subject,
+                call=self.coverage.num_calls + max(0, self.num_forwards - 1),
+                operation=operation.kind(),
+                consumed=consumed,
+                fed=fed,
+            )
+            raise
 
     def _open(self, batch: int) -> None:
         tap = self.planting()
@@ -157,8 +208,13 @@ class _ProgramRun:
             case _:
                 raise TypeError(f"no run can carry out {operation!r}")
 
+    def _tap_of_forward(self) -> Tap:
+        self.num_forwards += 1
+        return self.planting()
+
     def _generate(self, operation: Generate) -> Iterator[Call]:
-        generated = self.subject.generate(operation, self.planting)
+        with self._describing(operation):
+            generated = self.subject.generate(operation, self._tap_of_forward)
         self.counts.update(generated.counts)
         for call in generated.calls:
             rows = tuple(

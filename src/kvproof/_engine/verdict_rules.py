@@ -351,20 +351,21 @@ def judge_scenario(
     errors: ErrorRatio | None = None,
     wrong_value: bool = False,
     raised: bool = False,
+    undecided: bool = False,
     unreached: bool = False,
 ) -> Verdict:
-    """Join what a scenario's rows show with what else came of it.
+    """Join the verdicts of a scenario's rows with everything else that happened in it.
 
-    ``errors``: those of all rows together. ``wrong_value``: a value on the way differs where rounding cannot move
-    it. ``raised``: the decoder did, which proves nothing of the rows that it did not give. ``unreached``: it did
-    not reach or do what it says.
+    ``errors``: those of all rows together. ``wrong_value``: an intermediate value differs by more than rounding
+    can explain. ``raised``: the cached path raised, or gave a malformed row, where the uncached path gives a row.
+    ``undecided``: there was no uncached row to compare with, or kvproof could not tell what a call did.
+    ``unreached``: the scenario did not reach or do what it promises.
     """
     verdicts = [row.verdict for row in rows]
     verdicts += [Verdict.DIVERGED] if wrong_value or (errors is not None and are_too_large(errors)) else []
-    if raised:
-        verdicts.append(Verdict.INCONCLUSIVE)
-    elif unreached:
-        verdicts.append(Verdict.VACUOUS)
+    verdicts += [Verdict.RAISED] if raised else []
+    verdicts += [Verdict.INCONCLUSIVE] if undecided else []
+    verdicts += [Verdict.VACUOUS] if unreached else []
     return worst(verdicts)
 
 
@@ -374,6 +375,11 @@ def are_too_large(errors: ErrorRatio) -> bool:
     A near-tie may move one row far, so the median row must show it, too.
     """
     return errors.lowest > RATIO_LIMIT.value and errors.median > MEDIAN_LIMIT.value
+
+
+def is_finding(result: ScenarioResult) -> bool:
+    """Return whether a scenario found something wrong with the decoder, and is no mere advice."""
+    return result.verdict in (Verdict.RAISED, Verdict.DIVERGED) and not result.advice
 
 
 def judge_scenarios(results: Sequence[ScenarioResult]) -> Verdict:

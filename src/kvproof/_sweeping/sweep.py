@@ -23,7 +23,8 @@ from kvproof._system.files import write_whole
 from kvproof._system.machine import environment, peak_mb, use_one_thread
 from kvproof.contract.codec import from_plain, strict_loads, to_plain
 from kvproof.contract.report import Report
-from kvproof.contract.results import ScenarioResult
+from kvproof.contract.results import ScenarioResult, Verdict
+from kvproof.contract.sentences import raise_sentence
 from kvproof.contract.sweep_table import VERSION, Cell, Conditions, Ending, Group, Job, Sweep
 from kvproof.errors import UsageError
 from kvproof.render.sweep_markdown import render
@@ -137,6 +138,8 @@ def _make_cell(job: Job, result: ScenarioResult, timer: _Timer) -> Cell:
 
 def _sentence(result: ScenarioResult) -> str | None:
     """Return what went wrong and where, or which row decided the verdict, or why nothing was compared."""
+    if result.verdict is Verdict.RAISED and result.raised is not None:
+        return f"{raise_sentence(result.raised)}."
     divergence = result.divergence
     if divergence is not None:
         ways = f" {result.four_ways.sentence}" if result.four_ways is not None else ""

@@ -27,8 +27,8 @@ def cli() -> None:
 
     \b
     Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage; 3 inconclusive;
-    4 vacuous; 5 a required scenario was not checked; 70 an error inside kvproof; 73 a result that could
-    not be written; 130 interrupted.
+    4 vacuous; 5 a required scenario was not checked; 6 raised: the cached path raises where the uncached
+    path does not; 70 an error inside kvproof; 73 a result that could not be written; 130 interrupted.
     """
 
 

@@ -110,7 +110,7 @@ class AuditOptions:
     help="Number of processes, of one thread each. Default: torch's number of threads for a transformers model "
     "on the CPU under Linux, else 1; 1 for random:TYPE too.",
 )
-@click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges.")
+@click.option("--fail-fast", is_flag=True, help="Stop after the first scenario that diverges or raises.")
 @click.option("--baseline", type=FILE, help="Fail only on what got worse than in this report.json.")
 @click.option(
     "--report", "report_dir", type=click.Path(path_type=Path), help="Write report.json and report.html here."
@@ -240,15 +240,16 @@ def _write(report: "Report", options: AuditOptions, before: "Report | None", rep
 
 def _repeat_command(context: click.Context, report: "Report") -> str:
     """Return the line to type to repeat the first finding alone, or nothing where there is none."""
-    name = next((s.name for s in report.scenarios if s.verdict.value == "diverged" and not s.advice), None)
-    if name is None:
+    found = [s.name for s in report.scenarios if s.verdict is report.verdict and not s.advice]
+    if report.verdict.value not in ("diverged", "raised") or not found:
         return ""
+    name = found[0]
     words = _command_words(context, _OUTPUTS | {"scenario", "skip", "require", "certificate", "fail_fast"})
     if name != "causality":  # it comes before every scenario
         words += ["--scenario", name]
     text = f"To repeat the first finding alone: {shlex.join(words)}\n"
     folder = context.params["report_dir"]
-    if folder is not None:
+    if folder is not None and report.verdict.value == "diverged":
         shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json")])
         text += f"To shrink it to one file that needs no kvproof: {shrink}\n"
     return text

@@ -56,7 +56,7 @@ def changes(report: Report, baseline: Report) -> Changes:
             statuses.append(5 if now is Verdict.NOT_CHECKED else now.exit_status)
         else:
             better.append(text)
-    status = next((s for s in (1, 3, 4, 5) if s in statuses), 0)
+    status = next((s for s in (1, 6, 3, 4, 5) if s in statuses), 0)
     return Changes(worse=tuple(worse), better=tuple(better), exit_status=status)
 
 

@@ -17,7 +17,7 @@ from kvproof.contract.results import (
     Tolerance,
     Verdict,
 )
-from kvproof.contract.sentences import finding_of
+from kvproof.contract.sentences import finding_of, traceback_of
 from kvproof.contract.text import printable
 from kvproof.contract.upgrades import report_from_version_1
 from kvproof.contract.versions import Version
@@ -101,6 +101,8 @@ def _parts(report: Report) -> Iterator[str]:
         if not scenario.verdict.passes and scenario.verdict is not Verdict.NOT_CHECKED:
             advice = ", advice" if scenario.advice else ""
             yield f"\n{scenario.name} ({scenario.verdict.value}{advice}): {finding_of(scenario)}"
+            if (traceback := traceback_of(scenario)) is not None:
+                yield traceback
     yield ""
     for verdict in Verdict:
         names = [s.name for s in report.scenarios if s.verdict is verdict]

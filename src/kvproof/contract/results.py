@@ -21,12 +21,13 @@ class Verdict(StrEnum):
     ROUNDING = "rounding"  #: the gap is larger, but was shown to be rounding
     VACUOUS = "vacuous"  #: nothing showed that this audit could have failed
     INCONCLUSIVE = "inconclusive"  #: it ran, but the evidence does not decide
+    RAISED = "raised"  #: the cached path raises, or gives a malformed row, where the uncached path gives a row
     DIVERGED = "diverged"  #: a bug
 
     @property
     def exit_status(self) -> int:
         """The command line's exit status for this verdict."""
-        return {"diverged": 1, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
+        return {"diverged": 1, "raised": 6, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
 
     @property
     def passes(self) -> bool:
@@ -159,7 +160,7 @@ class Evidence:
     #: of causality: how far the row moves if later tokens alone change, in a pass of the same length
     leak: float | None = added_in(1, None)
     #: without a float64 run: the errors against another implementation of the same weights, if one was given
-    truth: TruthEvidence | None = added_in(1, None)  # noqa: RUF009 - it is frozen
+    truth: TruthEvidence | None = added_in(1, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +283,23 @@ class ErrorRatio:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Raise:
+    """Where the cached path raised, or gave a malformed row, although the uncached path gives a row."""
+
+    call: int  #: how many calls of the program had returned before it, each forward of ``generate()`` included
+    operation: str  #: its name: ``extend``, ``generate``, or an operation between calls, such as ``crop``
+    consumed: tuple[tuple[int, ...], ...]  #: each batch row's tokens before it
+    #: The tokens that each batch row was given, or the prompts of ``generate()``; empty for other operations.
+    fed: tuple[tuple[int, ...], ...]
+    consumed_text: str
+    fed_text: str
+    position: int | None  #: of the first token that it was given; None if it was given none, or in ``generate()``
+    layer: int | None  #: None if the exception came from outside the layers, or the layer is not known
+    error: str  #: the exception's type and message, or what was wrong with the row
+    traceback: str | None  #: the decoder's own frames; None if it returned a malformed row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
     """All rows of one scenario."""
 
@@ -295,7 +313,8 @@ class ScenarioResult:
     divergence: Divergence | None
     four_ways: FourWays | None  #: of the first row that diverged, or of a longer one if only that tells
     #: None without float64, or with too few rows
-    errors: ErrorRatio | None = added_in(1, None)  # noqa: RUF009 - it is frozen
+    errors: ErrorRatio | None = added_in(1, None)
+    raised: Raise | None = added_in(1, default=None)  #: the first time that the cached path raised
 
 
 class Outcome(StrEnum):

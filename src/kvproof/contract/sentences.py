@@ -1,6 +1,10 @@
 """What an audit found, in sentences."""
 
-from kvproof.contract.results import Divergence, ScenarioResult, Verdict
+from kvproof.contract.results import Divergence, Raise, ScenarioResult, Verdict
+from kvproof.contract.text import one_line
+
+#: A sentence shows at most this many tokens, and at most this many characters of an exception.
+_MAX_TOKENS, _MAX_ERROR = 12, 300
 
 
 def finding_of(scenario: ScenarioResult) -> str:
@@ -9,7 +13,10 @@ def finding_of(scenario: ScenarioResult) -> str:
 
 
 def found(scenario: ScenarioResult) -> str | None:
-    """Return what a scenario found: where it went wrong, which path is suspect, and whether it is only advice."""
+    """Return what a scenario found, and whether it is only advice.
+
+    That is where it went wrong, which path is the suspect, and what the cached path raised.
+    """
     bad = next((row for row in scenario.rows if row.verdict is Verdict.DIVERGED), None)
     lines = []
     if scenario.divergence is not None:
@@ -18,6 +25,9 @@ def found(scenario: ScenarioResult) -> str | None:
         lines.append(f"after {bad.tokens}: {bad.reason}.")
     if scenario.four_ways is not None:
         lines.append(f"Which side: {scenario.four_ways.sentence}.")
+    if scenario.raised is not None:
+        sentence = raise_sentence(scenario.raised)
+        lines.append(f"{sentence[:1].upper()}{sentence[1:]}." if lines else f"{sentence}.")
     if lines and scenario.advice:
         lines.append("This is advice, and no part of the verdict: the caller chose what leads to it.")
     return "\n".join(lines) or None
@@ -46,3 +56,36 @@ def confirmation(divergence: Divergence) -> str:
         f"Confirmed: replacing these {len(places)} values with the uncached ones makes {made}. Each is wrong "
         f"independently of the ones before it: {'; '.join(places)}."
     )
+
+
+def raise_sentence(raised: Raise, scenario: str | None = None) -> str:
+    """Return what the cached path raised, in which call, which tokens that call was fed, and after which tokens.
+
+    ``scenario`` is its name, if the sentence must say it. There is no full stop.
+    """
+    what = "raises" if raised.traceback is not None else "gives a malformed row"
+    call = f"call {raised.call + 1}"
+    if raised.operation not in ("extend", "generate"):
+        call = f"{raised.operation} before {call}"
+    parts = [call if scenario is None else f"{call} of {scenario}"]
+    fed, after = _tokens(raised.fed_text, raised.fed), _tokens(raised.consumed_text, raised.consumed)
+    at = "" if raised.position is None else f" at position {raised.position}"
+    verb = "generating from" if raised.operation == "generate" else "fed"
+    tokens = " ".join(filter(None, (f"{verb} {fed}{at}" if fed else "", f"after {after}" if after else "")))
+    parts += [tokens] if tokens else []
+    parts += [] if raised.layer is None else [f"in layer {raised.layer}"]
+    error = one_line(raised.error, _MAX_ERROR).rstrip(".")
+    return (
+        f"the cached path {what} in {', '.join(parts)}: {error}; the uncached path gives a row for these tokens"
+    )
+
+
+def traceback_of(scenario: ScenarioResult) -> str | None:
+    """Return the decoder's own traceback, if the cached path raised; it has several lines."""
+    raised = scenario.raised
+    return None if raised is None or raised.traceback is None else raised.traceback.rstrip("\n")
+
+
+def _tokens(text: str, ids: tuple[tuple[int, ...], ...]) -> str:
+    num = sum(map(len, ids))
+    return text if num <= _MAX_TOKENS else f"{num} tokens"

@@ -15,12 +15,12 @@ from kvproof.contract.results import (
     ScenarioResult,
     Verdict,
 )
-from kvproof.contract.sentences import confirmation, finding_of, found
+from kvproof.contract.sentences import confirmation, finding_of, found, traceback_of
 from kvproof.render.html_data import data_of
 from kvproof.render.page import CHARTS, number, page
 
 #: The verdicts that a reader must see first, worst first.
-_FINDINGS = (Verdict.DIVERGED, Verdict.INCONCLUSIVE, Verdict.VACUOUS)
+_FINDINGS = (Verdict.DIVERGED, Verdict.RAISED, Verdict.INCONCLUSIVE, Verdict.VACUOUS)
 
 
 def render(report: Report) -> str:
@@ -52,6 +52,7 @@ def render(report: Report) -> str:
         found=found,
         finding_of=finding_of,
         confirmation=confirmation,
+        traceback_of=traceback_of,
         site_of=_site,
         policy_of=_policy,
         symbol=_symbol,
@@ -158,7 +159,7 @@ def _commands(report: Report, first: ScenarioResult | None) -> Iterator[tuple[st
         yield f"kvproof milestone{off}", "The whole run:"
     elif request is not None and request.command is not None:
         yield request.command, "The whole audit:"
-    if first is not None and request is not None:
+    if first is not None and first.verdict is Verdict.DIVERGED and request is not None:
         yield "kvproof shrink report.json", "The first finding as one short file that needs no kvproof:"
     yield "kvproof render report.json --to html", "This page, from the saved report:"
 

@@ -4,12 +4,12 @@ import xml.etree.ElementTree as ET
 
 from kvproof.contract.report import Report
 from kvproof.contract.results import ScenarioResult, Verdict
-from kvproof.contract.sentences import finding_of
+from kvproof.contract.sentences import finding_of, traceback_of
 from kvproof.contract.text import printable
 
 
 def render(report: Report) -> str:
-    """Return one test suite: a divergence is a failure, and an undecided scenario is an error."""
+    """Return one test suite: what diverged or raised is a failure, and an undecided scenario is an error."""
     cases = [_case(report, scenario) for scenario in report.scenarios]
     if report.certificate is not None:
         cases.append(_certificate(report))
@@ -39,12 +39,12 @@ def _case(report: Report, scenario: ScenarioResult) -> ET.Element:
     if verdict is Verdict.NOT_CHECKED or (scenario.advice and not verdict.passes):
         kind = "skipped"
     elif not verdict.passes:
-        kind = "failure" if verdict is Verdict.DIVERGED else "error"
+        kind = "failure" if verdict in (Verdict.DIVERGED, Verdict.RAISED) else "error"
     if kind is not None:
         finding = finding_of(scenario)
         message = f"{verdict.value}{', advice' if scenario.advice else ''}: {finding.splitlines()[0]}"
         element = ET.SubElement(case, kind, message=_text(message))
-        element.text = _text(finding)
+        element.text = _text("\n".join(filter(None, (finding, traceback_of(scenario)))))
     return case
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from kvproof.contract.report import Report
 from kvproof.contract.results import ScenarioResult, Verdict
-from kvproof.contract.sentences import finding_of
+from kvproof.contract.sentences import finding_of, traceback_of
+from kvproof.contract.text import printable
 from kvproof.render.sweep_markdown import escape
 
 
@@ -31,10 +32,13 @@ def _lines(report: Report) -> Iterator[str]:
     yield from map(_row, report.scenarios)
     yield ""
     for scenario in report.scenarios:
-        if scenario.verdict in (Verdict.DIVERGED, Verdict.INCONCLUSIVE, Verdict.VACUOUS):
+        if scenario.verdict in (Verdict.DIVERGED, Verdict.RAISED, Verdict.INCONCLUSIVE, Verdict.VACUOUS):
             yield f"**{escape(scenario.name)}**{' (advice)' if scenario.advice else ''}: "
             yield from (f"{escape(line)}  " for line in finding_of(scenario).split("\n"))
             yield ""
+            if (traceback := traceback_of(scenario)) is not None:
+                yield from (f"    {printable(line)}" for line in traceback.split("\n"))
+                yield ""
     certificate = report.certificate
     if certificate is not None:
         caught = sum(result.caught for result in certificate.faults)

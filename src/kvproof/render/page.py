@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
 from markupsafe import Markup
 
-from kvproof.contract.text import printable
+from kvproof.contract.text import one_line, printable
 
 #: The chart library, unmodified; its versions and licences are in the same folder.
 CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
@@ -108,6 +108,7 @@ def _environment() -> Environment:
     )
     environment.filters["shown"] = printable
     environment.filters["tail"] = tail
+    environment.filters["tight"] = one_line
     environment.filters["num"] = number
     environment.filters["six"] = lambda value: f"{value:.6g}".replace("-", _MINUS)
     environment.filters["capitalised"] = lambda text: text[:1].upper() + text[1:]

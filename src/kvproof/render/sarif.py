@@ -14,6 +14,10 @@ _NO_FILE = "kvproof"
 
 _RULES = {
     Verdict.DIVERGED: ("error", "The cached path does not compute what the uncached one does."),
+    Verdict.RAISED: (
+        "error",
+        "The cached path raises, or gives a malformed row, where the uncached path does not.",
+    ),
     Verdict.INCONCLUSIVE: ("warning", "The evidence cannot tell whether the cached path is right."),
     Verdict.VACUOUS: ("warning", "The audit could not be shown able to fail."),
 }
@@ -73,8 +77,9 @@ def _file(report: Report) -> str:
 
 def _logical(report: Report, scenario: ScenarioResult) -> str:
     """Return the stage and layer of a finding."""
-    found = scenario.divergence
+    found = scenario.divergence or scenario.raised
     if found is None:
         return report.subject.name
     layer = () if found.layer is None else (f"layer {found.layer}",)
-    return "/".join((report.subject.name, *layer, found.stage.value))
+    stage = () if scenario.divergence is None else (scenario.divergence.stage.value,)
+    return "/".join((report.subject.name, *layer, *stage))

@@ -10,7 +10,8 @@ from kvproof.contract.text import printable
 #: Characters that Markdown may interpret within a line. It leaves an underscore inside a word alone.
 _SPECIAL = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")
 
-_FINDINGS = (Verdict.DIVERGED, Verdict.INCONCLUSIVE, Verdict.VACUOUS)
+_FINDINGS = (Verdict.DIVERGED, Verdict.RAISED, Verdict.INCONCLUSIVE, Verdict.VACUOUS)
+_EMPHASISED = (Verdict.DIVERGED, Verdict.RAISED, Ending.CRASHED, Ending.TIMED_OUT)
 
 
 def render(sweep: Sweep) -> str:
@@ -86,7 +87,7 @@ def _targets(sweep: Sweep) -> Iterator[str]:
 
 
 def _emphasise(outcome: str) -> str:
-    return f"**{outcome}**" if outcome in (Verdict.DIVERGED, Ending.CRASHED, Ending.TIMED_OUT) else outcome
+    return f"**{outcome}**" if outcome in _EMPHASISED else outcome
 
 
 def _is_finding(group: Group) -> bool:

@@ -14,13 +14,14 @@ from kvproof.contract.ledger import MarginVerdict, Step
 from kvproof.contract.milestone import Milestone, RunPair
 from kvproof.contract.report import Report
 from kvproof.contract.results import Certificate, FaultResult, Outcome, ScenarioResult, Verdict
-from kvproof.contract.sentences import finding, found
+from kvproof.contract.sentences import finding, found, traceback_of
 from kvproof.contract.text import printable
 
 _STYLE = {
     Verdict.MATCH: "green",
     Verdict.ROUNDING: "cyan",
     Verdict.DIVERGED: "bold red",
+    Verdict.RAISED: "bold red",
     Verdict.INCONCLUSIVE: "yellow",
     Verdict.VACUOUS: "yellow",
     Verdict.NOT_CHECKED: "dim",
@@ -90,6 +91,8 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
         finding = found(scenario)
         if finding is not None:
             yield Text(f"{scenario.name}: {finding}\n", style="yellow" if scenario.advice else "bold red")
+        if (traceback := traceback_of(scenario)) is not None:
+            yield Text(f"{traceback}\n")
     if result is not None:
         isolated = "bit-identical to" if result.requests_isolated else "NOT the same as"
         yield Text(f"two interleaved requests: rows {isolated} each alone\n")

@@ -13,7 +13,7 @@ from typing import TypeVar, final
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvproof._numerics.taps import Tap, untouched
 from kvproof.contract.results import SubjectInfo
@@ -21,6 +21,7 @@ from kvproof.errors import (
     AbilityError,
     ContextError,
     KvproofError,
+    MalformedRowError,
     SessionError,
     SubjectError,
     TokenError,
@@ -79,6 +80,11 @@ class Subject(ABC):
     def boundaries(self) -> Boundaries:
         """The lengths at which the subject changes its behaviour."""
         return Boundaries(context_len=self.info.context_len)
+
+    @property
+    def root_module(self) -> nn.Module | None:
+        """The torch module that every call runs, if the decoder is one. Its modules' paths name the layers."""
+        return None
 
     @property
     def may_fork(self) -> bool:
@@ -166,7 +172,7 @@ class Subject(ABC):
         if kept.step != 1 or not 0 <= kept.start < kept.stop <= len(ids):
             raise UsageError(f"cannot keep positions {kept} of {len(ids)} tokens")
         rows = wrap_errors(lambda: self._kept_rows(ids, tap, kept))
-        _check_shape(rows, (len(kept), self.info.vocab_size))
+        _check_logits(rows, (len(kept), self.info.vocab_size))
         return rows
 
     @final
@@ -226,7 +232,7 @@ class Subject(ABC):
             raise SubjectError(f"generate() gave no row after {self.decode(shortest)}")
         for call in generated.calls:
             batch, kept = len(call.prefixes[0]), len(call.prefixes)
-            _check_shape(call.logits, (batch, kept, self.info.vocab_size))
+            _check_logits(call.logits, (batch, kept, self.info.vocab_size))
         return generated
 
     @final
@@ -264,7 +270,7 @@ class Subject(ABC):
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Float[Tensor, "kept vocab"]:
         """Return the rows at some positions. Override this to save memory if those can be computed separately."""
         rows = self._rows(ids, tap)
-        _check_shape(rows, (len(ids), self.info.vocab_size))
+        _check_logits(rows, (len(ids), self.info.vocab_size))
         return rows[keep.start : keep.stop]
 
     @abstractmethod
@@ -313,7 +319,7 @@ class Session(ABC):
                 raise SessionError(f"rows of {len(row)} and {num_new} tokens in one call")
         check_context(start, num_new, info)
         logits = wrap_errors(lambda: self._extend(ids, start))
-        _check_shape(logits, (len(ids), num_new, info.vocab_size))
+        _check_logits(logits, (len(ids), num_new, info.vocab_size))
         for consumed, row in zip(self._ids, ids, strict=True):
             consumed.extend(row)
         return logits
@@ -482,6 +488,11 @@ def check_context(start: int, num_new: int, info: SubjectInfo) -> None:
         )
 
 
-def _check_shape(logits: Tensor, expected: tuple[int, ...]) -> None:
+def _check_logits(logits: object, expected: tuple[int, ...]) -> None:
+    """Raise `MalformedRowError` unless the decoder returned floating-point logits of the expected shape."""
+    if not isinstance(logits, Tensor):
+        raise MalformedRowError(f"the decoder gave a {type(logits).__name__}, not logits")
+    if not logits.is_floating_point():
+        raise MalformedRowError(f"the decoder gave logits of {logits.dtype}, not floating-point numbers")
     if tuple(logits.shape) != expected:
-        raise SubjectError(f"the decoder gave logits of shape {tuple(logits.shape)}, not {expected}")
+        raise MalformedRowError(f"the decoder gave logits of shape {tuple(logits.shape)}, not {expected}")

@@ -3,6 +3,7 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
-from kvproof.errors import SubjectError
+from kvproof.errors import MalformedRowError, SubjectError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Opening, Session, Subject
 
@@ -91,7 +92,8 @@ class CacheValueSession(Session):
         except BaseException:
             self.cache = self.decoder.start()
             if start:
-                _, self.cache = self.decoder.step([[] for _ in ids], self._ids, self.cache, untouched)
+                with suppress(Exception):  # what the call itself raised is the finding
+                    _, self.cache = self.decoder.step([[] for _ in ids], self._ids, self.cache, untouched)
             raise
         return logits
 
@@ -130,11 +132,11 @@ def require_dtype(given: str, wanted: torch.dtype, what: str) -> None:
 def as_tensor(value: Any, what: str) -> Tensor:
     """Return an array as a tensor: a torch tensor, a NumPy array or anything that supports DLPack.
 
-    Raises `SubjectError` for anything else, and for values that are not floating-point numbers.
+    Raises `MalformedRowError` for anything else, and for values that are not floating-point numbers.
     """
     tensor = _convert(value, what).detach()
     if not tensor.is_floating_point():
-        raise SubjectError(f"{what} hold {tensor.dtype}, not floating-point numbers")
+        raise MalformedRowError(f"{what} hold {tensor.dtype}, not floating-point numbers")
     return tensor
 
 
@@ -142,7 +144,7 @@ def _convert(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not hasattr(value, "__dlpack__"):
-        raise SubjectError(
+        raise MalformedRowError(
             f"{what} are a {type(value).__name__}: give a torch tensor, a NumPy array or one that supports DLPack"
         )
     try:

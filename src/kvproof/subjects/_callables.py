@@ -13,7 +13,7 @@ from kvproof._numerics.taps import Tap, untouched
 from kvproof._numerics.true_float64 import TrueFloat64
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
-from kvproof.errors import SubjectError, UsageError
+from kvproof.errors import MalformedRowError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
@@ -96,10 +96,12 @@ class CallableSubject(CacheValueSubject):
         with self._mode():
             returned = self._step(_shown(new[0], tap), cache)
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise SubjectError(f"step(ids, cache) must return (logits, cache), not a {type(returned).__name__}")
+            raise MalformedRowError(
+                f"step(ids, cache) must return (logits, cache), not a {type(returned).__name__}"
+            )
         logits = self._logits(returned[0], len(new[0]))
         if len(logits) != len(new[0]):
-            raise SubjectError(f"step() gave {len(logits)} rows of logits for {len(new[0])} tokens")
+            raise MalformedRowError(f"step() gave {len(logits)} rows of logits for {len(new[0])} tokens")
         return logits[None], returned[1]
 
     def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
@@ -112,7 +114,7 @@ class CallableSubject(CacheValueSubject):
         if len(rows) == len(ids):
             return rows[keep.start : keep.stop]
         if len(rows) != 1:
-            raise SubjectError(f"full() gave {len(rows)} rows of logits for {len(ids)} tokens")
+            raise MalformedRowError(f"full() gave {len(rows)} rows of logits for {len(ids)} tokens")
         with self._mode():
             each = (self.full(np.array(ids[: position + 1], dtype=np.int64)) for position in keep)
             return torch.cat([self._logits(row, 1) for row in each])
@@ -129,7 +131,7 @@ class CallableSubject(CacheValueSubject):
         if logits.dim() == 1:
             logits = logits[None]
         if logits.dim() != 2:
-            raise SubjectError(
+            raise MalformedRowError(
                 f"logits of shape {tuple(logits.shape)} after {num_new} tokens: they are (token, vocab), or "
                 "(vocab,) of the last token"
             )

@@ -15,7 +15,7 @@ from kvproof._numerics.taps import Tap, untouched
 from kvproof._numerics.true_float64 import TrueFloat64
 from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
-from kvproof.errors import SubjectError, UsageError
+from kvproof.errors import MalformedRowError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
 from kvproof.subjects._base import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
@@ -115,6 +115,11 @@ class ModuleSubject(CacheValueSubject):
         """Yield training mode, and dropout given as a number."""
         yield from random_parts(self.module)
 
+    @property
+    def root_module(self) -> nn.Module:
+        """The module."""
+        return self.module
+
     def start(self) -> Any:
         """Return an empty cache, or None if the module creates its own."""
         if self._start is None:
@@ -163,18 +168,19 @@ class ModuleSubject(CacheValueSubject):
 
     def _read(self, output: Any, cache: Any) -> tuple[Tensor, Any]:
         """Return the logits and the cache from the output of a call with a cache."""
+        logits = _logits(output)
         if self.new_cache is not None:
             if not hasattr(output, self.new_cache):
                 raise SubjectError(f"the module returned a {type(output).__name__} without {self.new_cache!r}")
-            return _logits(output), getattr(output, self.new_cache)
+            return logits, getattr(output, self.new_cache)
         if isinstance(output, tuple) and len(output) == 2:
-            return _logits(output), output[1]
+            return logits, output[1]
         if cache is None:
             raise SubjectError(
                 f"the module returned a {type(output).__name__} and no cache: it returns (logits, cache); or "
                 "new_cache= names the attribute, or start= makes a cache that changes in place"
             )
-        return _logits(output), cache
+        return logits, cache
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device)
@@ -216,5 +222,7 @@ def _logits(output: Any) -> Tensor:
     value = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
     logits = as_tensor(value, "the logits")
     if logits.dim() != 3:
-        raise SubjectError(f"the module gave logits of shape {tuple(logits.shape)}, not (batch, token, vocab)")
+        raise MalformedRowError(
+            f"the module gave logits of shape {tuple(logits.shape)}, not (batch, token, vocab)"
+        )
     return logits

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvproof._numerics.digests import weights_digest
 from kvproof._numerics.dtypes import name_of
@@ -64,6 +64,11 @@ class ReferenceSubject(Subject):
     def info(self) -> SubjectInfo:
         """The subject's description and abilities."""
         return self._info
+
+    @property
+    def root_module(self) -> nn.Module:
+        """The decoder."""
+        return self.decoder
 
     @property
     def dtype(self) -> torch.dtype:

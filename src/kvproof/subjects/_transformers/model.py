@@ -8,7 +8,7 @@ the number of tokens fed, the call was not a cached one, and kvproof draws no co
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +107,11 @@ class TransformersSubject(Subject):
     def seed(self) -> int | None:
         """The seed of a random model."""
         return self._seed
+
+    @property
+    def root_module(self) -> PreTrainedModel:
+        """The model."""
+        return self.model
 
     @property
     def may_fork(self) -> bool:
@@ -326,7 +331,8 @@ class TransformersSession(Session):
         except BaseException:
             self._start_anew()
             if start:
-                self._call([[]] * len(ids), self._ids, untouched)
+                with suppress(Exception):  # what the call itself raised is the finding
+                    self._call([[]] * len(ids), self._ids, untouched)
             raise
 
     def _call(self, old: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], tap: Tap) -> Tensor:
