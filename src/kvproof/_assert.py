@@ -26,6 +26,8 @@ class AuditKeywords(TypedDict, total=False):
     fail_fast: bool
     keep_partial: bool
     jobs: int | None
+    repeats: int
+    truth: object
     on_scenario: Callable[[str], None]
 
 

@@ -105,10 +105,10 @@ def functions(decoder: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[A
 
 
 def numpy_functions(
-    dtype: str = "float32", *, inner: str | None = None, scale_old: float = 1.0
+    dtype: str = "float32", *, inner: str | None = None, scale_old: float = 1.0, seed: int = 0
 ) -> tuple[Any, Any]:
     """Return such a decoder in NumPy: its softmax in ``inner``, kept keys ``scale_old`` times as large."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     embed = rng.normal(size=(VOCAB, WIDTH)).astype(np.float32).astype(dtype)
     layers = [rng.normal(size=(4, WIDTH, WIDTH)).astype(np.float32).astype(dtype) / 4 for _ in range(LAYERS)]
     head = rng.normal(size=(WIDTH, VOCAB)).astype(np.float32).astype(dtype)
