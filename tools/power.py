@@ -1,8 +1,8 @@
 """How small an error an audit sees: by place and dtype, the error from which on 95 of 100 decoders are caught.
 
 Run it as ``python tools/power.py [--seeds N]``. An error is planted in the cached path of a small decoder, a
-relative one, once in every dtype and once in the declared dtype alone, where float64 is no help. The table goes to
-stdout.
+relative one, once in every dtype and once in the declared dtype alone, where float64 is no help. The table
+goes to stdout.
 """
 
 import argparse
