@@ -41,7 +41,14 @@ from kvproof.contract.results import (
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError, SubjectError, UsageError
 from kvproof.faults import Fault, choose_place, choose_sequences
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, drawable_kinds, longest_sequences
+from kvproof.scenarios import (
+    RANDOM_PROGRAMS,
+    Ability,
+    CacheKind,
+    Scenario,
+    drawable_kinds,
+    longest_sequences,
+)
 from kvproof.subjects import Subject, as_subject, limits_of
 
 NO_CERTIFICATE = "no certificate (--no-certificate): no faults were planted to prove that this audit can fail"
@@ -412,6 +419,8 @@ class Auditor:
                 rung="declared" if in_declared else "top",
                 top=None if top is None else top.subject,
                 confirmed=_is_worth_confirming(program),
+                # Whether a row is wrong is judged already, with more evidence.
+                compare_logits=bad is not None and bad.verdict is Verdict.DIVERGED,
             )
         except SubjectError:  # the finding stands without its place
             return nothing
