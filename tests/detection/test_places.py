@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from kvproof import ReferenceSubject, Verdict, audit, localise
+from kvproof._engine.uncached_rows import Reference
 from kvproof._numerics.taps import Tap
 from kvproof.contract.stages import AFTER_READOUT, LIKELY_CONTRACT, NOTHING_SHOWN, Site, Stage
 from kvproof.faults import Fault, Place
 from kvproof.faults._plantings import EditOnce
 from kvproof.reference.corpus import SEQUENCES
-from kvproof.scenarios import Scenario, chunked_prefill, prefill_and_steps, token_by_token
+from kvproof.scenarios import Extend, Scenario, chunked_prefill, prefill_and_steps, token_by_token
 from kvproof.subjects import CallableSubject, ModuleSubject, Session
 from kvproof.subjects._base import Opening
 from kvproof.subjects._reference import ReferenceSession
@@ -53,6 +54,18 @@ class Prefixed(nn.Module):
             x = x + torch.tanh(layer["mix"](x))
         x = self.unshift(self.shift(x))
         return self.after(self.readout(x), start > 0), cache
+
+
+def prompt_then_steps(length: int) -> Scenario:
+    """Compare no row of the prompt but its last."""
+    return Scenario(
+        name="prompt",
+        exposes="rows that are left out",
+        operations=(
+            Extend(ids=(IDS[:length],), last_only=True),
+            *(Extend(ids=((token,),)) for token in IDS[length:]),
+        ),
+    )
 
 
 AFTER = [
@@ -208,3 +221,55 @@ def test_a_slot_that_changes_after_it_was_written_stays_a_wrong_slot(subject: Re
     divergence = localise(decoder, token_by_token(SEQUENCES[0]), fault=fault).divergence
     assert divergence is not None
     assert (divergence.stage, divergence.slot, divergence.position) == (Stage.CACHE_K, 0, 2)
+
+
+@pytest.mark.parametrize("all_values", [False, True])
+@pytest.mark.parametrize("reference", ["literal", "one-pass"])
+def test_rows_that_a_program_leaves_out_say_nothing_of_those_that_it_compares(
+    reference: Reference, all_values: bool
+):
+    """In a bidirectional prefix the values of shorter prefixes differ, and no compared row needs them."""
+    subject = ModuleSubject(Prefixed(prefix=4), cache="past")
+    report = audit(subject, [prompt_then_steps(6)], reference=reference, all_values=all_values, certificate=False)
+    assert report.verdict is Verdict.MATCH, report.summary
+    assert len(report.scenarios[-1].rows) == 4
+    assert report.scenarios[-1].divergence is None
+
+
+@pytest.mark.parametrize("reference", ["literal", "one-pass"])
+def test_rows_within_the_prefix_that_a_program_does_compare_are_no_match(reference: Reference):
+    subject = ModuleSubject(Prefixed(prefix=4), cache="past")
+    report = audit(subject, [chunked_prefill(IDS, 6)], reference=reference, certificate=False)
+    assert not report.verdict.passes
+
+
+class Cancelling(ModuleSubject):
+    """A module whose cached path shifts the output of one module, and shifts that of the next one back."""
+
+    def step(self, old: Any, new: Any, cache: Any, tap: Tap) -> tuple[Tensor, Any]:
+        def shifted(site: Site, value: Tensor) -> Tensor:
+            by = {"shift": 0.5, "unshift": -0.5}.get(str(site.module), 0.0)
+            at_start = value.shape[1] > 1
+            changed = value
+            if by and at_start:  # the second token of the prompt, whose row is left out
+                changed = value.clone()
+                changed[:, 1] += by
+            return tap(site, changed)
+
+        return super().step(old, new, cache, shifted)
+
+    def _cast(self, dtype: torch.dtype) -> "Cancelling":
+        return Cancelling(super()._cast(dtype).module, cache="past")
+
+
+@pytest.mark.parametrize("reference", ["literal", "one-pass"])
+@pytest.mark.parametrize("prefix", [0, 4])
+def test_errors_that_cancel_at_a_token_whose_row_is_left_out_are_still_found(prefix: int, reference: Reference):
+    subject = Cancelling(Prefixed(prefix=prefix), cache="past")
+    report = audit(subject, [prompt_then_steps(6)], reference=reference, certificate=False)
+    result = report.scenarios[-1]
+    assert {row.verdict for row in result.rows} == {Verdict.MATCH}
+    assert result.verdict is Verdict.DIVERGED
+    assert result.divergence is not None
+    assert (result.divergence.position, result.divergence.logits_differ) == (1, False)
+    assert "the output of shift" in result.divergence.sentence

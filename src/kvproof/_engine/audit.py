@@ -46,6 +46,7 @@ from kvproof.scenarios import (
     Ability,
     CacheKind,
     Scenario,
+    compared_lengths,
     drawable_kinds,
     longest_sequences,
 )
@@ -356,7 +357,9 @@ class Auditor:
 
     def _prepare(self, programs: Iterable[Scenario], jobs: int = 1) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did."""
+        programs = tuple(programs)
         sequences = {sequence for program in programs for sequence in longest_sequences(program)}
+        self.uncached.compared = tuple(each for program in programs for each in compared_lengths(program).items())
         return self.uncached.prepare(sequences, jobs)
 
     def _why_not(self, programs: Sequence[Scenario]) -> str | None:

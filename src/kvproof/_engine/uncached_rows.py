@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvproof._engine.rung import Block, Prefix, Rung
-from kvproof._engine.verdict_rules import judge_margin
+from kvproof._engine.verdict_rules import are_equal_in_float64, judge_margin
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.random_rounding import RandomRounding
@@ -79,6 +80,8 @@ class Uncached:
             except SubjectError as error:
                 self.drop_top(error)
         self.both_ways: list[BothWays] = []
+        #: Sequences, each with the lengths of its prefixes whose rows are compared; without any, every row is.
+        self.compared: tuple[tuple[Prefix, frozenset[int]], ...] = ()
         self._sequences: list[Prefix] = []
         self._noise: list[float] = [0.0]
         self._top_noise: list[float] = [0.0]
@@ -293,7 +296,9 @@ class Uncached:
         try:
             for length in range(1, len(sequence) + 1):
                 if length in spots:
-                    self._measure_both_ways(sequence, length)
+                    if not self._measure_both_ways(sequence, length):
+                        longer = (n for n in range(length + 1, len(sequence)) if self._compares(sequence[:n]))
+                        spots.update(islice(longer, CAUSALITY_LEN))
                 elif self.top is not None:
                     one, truth = (rung.one_pass(sequence, length) for rung in self.rungs)
                     self._errors[length] = largest((self._errors[length], gap_between(truth, one).size))
@@ -311,22 +316,34 @@ class Uncached:
         around = {window + more for window in windows for more in (0, 1, window, window + 1)}
         return {spot for spot in {*range(1, proof + 1), length // 2, *around} if 0 < spot < length}
 
-    def _measure_both_ways(self, sequence: Prefix, length: int) -> None:
+    def _compares(self, prefix: Prefix) -> bool:
+        """Return whether some program compares the row after a prefix."""
+        length = len(prefix)
+        holding = (lengths for sequence, lengths in self.compared if sequence[:length] == prefix)
+        return not self.compared or any(length in lengths for lengths in holding)
+
+    def _measure_both_ways(self, sequence: Prefix, length: int) -> bool:
+        """Compare both ways to a row; return False if they give different rows, and no program compares it.
+
+        Such a row says nothing about those that are compared: a bidirectional prefix may end after it.
+        """
         prefix = sequence[:length]
         literal, one = self.declared.literal(prefix), self.declared.one_pass(sequence, length)
         gap = gap_between(literal, one)
-        self._noise[length] = largest((self._noise[length], gap.size))
         top_gap = top_scale = error = None
         explained = gap.size
         if self.top is not None:
             truth = self.top.literal(prefix)
             top_one = self.top.one_pass(sequence, length)
             top = gap_between(truth, top_one)
+            if not self._compares(prefix) and not are_equal_in_float64(top):
+                return False
             top_gap, top_scale = top.size, top.scale
             explained = largest((gap_between(truth, literal).size, gap_between(top_one, one).size))
             error = largest(gap_between(truth, row).size for row in (literal, one))
             self._top_noise[length] = largest((self._top_noise[length], top.size))
             self._errors[length] = largest((self._errors[length], error))
+        self._noise[length] = largest((self._noise[length], gap.size))
         margin, margin_verdict = judge_margin(literal, one, explained)
         self.both_ways.append(
             BothWays(
@@ -341,6 +358,7 @@ class Uncached:
                 margin_verdict=margin_verdict,
             )
         )
+        return True
 
 
 def _of_other_lengths(ids: Prefix) -> tuple[Prefix, ...]:
