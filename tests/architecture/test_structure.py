@@ -58,6 +58,7 @@ MAX_PARAMETERS, MAX_COMPLEXITY = 8, 15
 #: Functions with more parameters than that. Public calls document each of theirs; the others group no values.
 MANY_PARAMETERS = {
     "_engine/audit.py:audit": "kvproof.audit, a documented public call",
+    "_engine/localise.py:localise": "kvproof.localise, a documented public call",
     "_generation/requests.py:generate": "kvproof.generate, a documented public call",
     "_generation/requests.py:__init__": "a request has the parameters of kvproof.generate",
     "_numerics/random_rounding.py:_group_norm": "it stands in for torch's own, and takes what that takes",

@@ -227,4 +227,5 @@ def test_every_fault_is_found_at_its_stage_in_any_decoder(data: st.DataObject):
     found = localise(subject, token_by_token(ids), fault=fault).divergence
     assert found is not None, f"{fault.breaks}: missed"
     assert fault.must_show_at(found.stage, found.layer), f"{fault.breaks}: {found.sentence}"
-    assert found.confirmed, f"{fault.breaks}: {found.introduced}"
+    # Right logits in the place of wrong ones agree whatever is wrong, and confirm nothing.
+    assert found.confirmed is (found.stage is not Stage.LOGITS), f"{fault.breaks}: {found.introduced}"

@@ -8,9 +8,8 @@ import torch
 from tests.hf.test_localise import Tampered, changing, found, ids_for, subject_of
 from torch import Tensor
 
-from kvproof import localise
 from kvproof._numerics.taps import Recorder, Tap
-from kvproof.contract.stages import Site, Stage
+from kvproof.contract.stages import AFTER_READOUT, Site, Stage
 from kvproof.faults import Fault, Planting
 from kvproof.scenarios import (
     Ability,
@@ -178,7 +177,7 @@ def test_a_window_placed_by_the_buffer_s_length_needs_every_local_layer():
 
 
 def test_what_comes_after_the_last_module_is_not_confirmed():
-    """The logits are changed where no tap sees them, besides a query that one does."""
+    """The logits are changed where no tap sees them, besides a value that one does."""
     subject = subject_of("llama")
 
     class Scaled(Tampered):
@@ -192,8 +191,9 @@ def test_what_comes_after_the_last_module_is_not_confirmed():
             return Scaled(super()._cast(dtype), self.tamper)
 
     scaled = Scaled(subject, lambda arguments: None)
-    assert localise(scaled, token_by_token(ids_for(subject))).divergence is None, "no value that is seen differs"
+    alone = found(scaled, token_by_token(ids_for(subject)))
+    assert (alone.stage, alone.contract, alone.introduced) == (Stage.LOGITS, AFTER_READOUT, ())
     divergence = found(
-        scaled, token_by_token(ids_for(subject)), fault=always(Site(Stage.NEW_Q, 0)), one_pass=True
+        scaled, token_by_token(ids_for(subject)), fault=always(Site(Stage.NEW_V, 0)), one_pass=True
     )
-    assert (divergence.confirmed, divergence.introduced) == (False, ("new_q of layer 0",))
+    assert (divergence.confirmed, divergence.introduced) == (False, ("new_v of layer 0",))

@@ -31,8 +31,10 @@ from kvproof.subjects import Session
 from kvproof.subjects._reference import ReferenceSession
 
 IDS = (1, 5, 3, 2, 7, 9, 4)
-#: What the tap hands on at any of these goes into everything after it.
-ACTING = [s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, *SHOWN_BY_ADAPTERS, Stage.POLICY)]
+#: What the tap hands on at any of these goes into everything after it. Nothing comes after the logits.
+ACTING = [
+    s for s in Stage if s not in (Stage.TOKEN, Stage.CACHE_LEN, *SHOWN_BY_ADAPTERS, Stage.LOGITS, Stage.POLICY)
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,6 @@ ONE_PLACE = [
     (faults.find("duplicate-append").at(layer=1), "cache_len of layer 1 (by way of attn_out of layer 1)"),
     (faults.mask_off_by_one(), "attn_weights of layer 0 (by way of attn_out of layer 0)"),
     (faults.disturbed(Stage.FINAL_NORM), "final_norm"),
-    (faults.disturbed(Stage.LOGITS), "logits"),
 ]
 
 
@@ -79,6 +80,22 @@ def test_a_fault_at_one_place_is_confirmed_there_alone(
 ):
     divergence = found(uncounted, token_by_token(SEQUENCES[0]), fault, one_pass=one_pass)
     assert (divergence.confirmed, divergence.introduced) == (True, (place,))
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_the_logits_confirm_nothing(subject: ReferenceSubject, one_pass: bool):
+    """Replaced by the right ones they agree, whatever is wrong."""
+    divergence = found(subject, token_by_token(SEQUENCES[0]), faults.disturbed(Stage.LOGITS), one_pass=one_pass)
+    assert divergence.stage is Stage.LOGITS
+    assert (divergence.confirmed, divergence.introduced) == (False, ())
+    before = found(subject, token_by_token(SEQUENCES[0]), faults.disturbed(Stage.FINAL_NORM), one_pass=one_pass)
+    assert (before.confirmed, before.introduced) == (True, ("final_norm",))
+
+
+def test_logits_that_are_wrong_besides_another_value_are_named_and_not_replaced(subject: ReferenceSubject):
+    fault = wrong_at(Site(Stage.MLP_OUT, 0), Site(Stage.LOGITS))
+    divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
+    assert (divergence.confirmed, divergence.introduced) == (False, ("mlp_out of layer 0", "logits"))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +167,10 @@ def test_what_no_tap_reaches_is_not_confirmed(
     """The first value is put right, and the logits still differ with no other value to name."""
     plain = ReferenceSession._extend
     monkeypatch.setattr(ReferenceSession, "_extend", lambda self, ids, start: plain(self, ids, start) + amount)
-    divergence = found(subject, token_by_token(SEQUENCES[0]), faults.disturbed(Stage.NEW_Q, 1))
-    assert divergence.stage is Stage.NEW_Q
-    assert (divergence.confirmed, divergence.introduced) == (False, ("new_q of layer 1",))
+    fault = faults.disturbed(Stage.ATTN_NORM, 1, position=0)
+    divergence = found(subject, token_by_token(SEQUENCES[0]), fault)
+    assert divergence.stage is Stage.ATTN_NORM
+    assert (divergence.confirmed, divergence.introduced) == (False, ("attn_norm of layer 1",))
 
 
 def test_more_places_than_the_bound_are_not_confirmed(deep: ReferenceSubject):

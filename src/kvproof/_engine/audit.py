@@ -48,7 +48,15 @@ from kvproof.contract.results import (
 )
 from kvproof.errors import KvproofError, SubjectError, UsageError
 from kvproof.faults import Fault, choose_place, choose_sequences
-from kvproof.scenarios import RANDOM_PROGRAMS, Ability, CacheKind, Scenario, drawable_kinds, longest_sequences
+from kvproof.scenarios import (
+    RANDOM_PROGRAMS,
+    Ability,
+    CacheKind,
+    Scenario,
+    compared_lengths,
+    drawable_kinds,
+    longest_sequences,
+)
 from kvproof.subjects import Subject, as_subject, limits_of
 
 NO_CERTIFICATE = "no certificate (--no-certificate): no faults were planted to prove that this audit can fail"
@@ -386,7 +394,9 @@ class Auditor:
 
     def _prepare(self, programs: Iterable[Scenario], jobs: int = 1) -> str | None:
         """Measure the uncached path on all sequences; return what the decoder raised first, if it did."""
+        programs = tuple(programs)
         sequences = {sequence for program in programs for sequence in longest_sequences(program)}
+        self.uncached.compared = tuple(each for program in programs for each in compared_lengths(program).items())
         return self.uncached.prepare(sequences, jobs)
 
     def _why_not(self, programs: Sequence[Scenario]) -> str | None:
@@ -451,6 +461,8 @@ class Auditor:
                 rung="declared" if in_declared else "top",
                 top=None if top is None else top.subject,
                 confirmed=_is_worth_confirming(program),
+                # Whether a row is wrong is judged already, with more evidence.
+                compare_logits=bad is not None and bad.verdict is Verdict.DIVERGED,
             )
         except SubjectError:  # the finding stands without its place
             return nothing

@@ -22,6 +22,7 @@ class Token:
     batch_row: int
     offset: int  #: which of the call's new tokens
     is_last: bool  #: of its batch row, as far as the tokens are known
+    is_compared: bool = True  #: whether the program compares the row of logits after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,19 @@ class Layout:
 
     ``ends`` holds, for each batch row, the newest prefix that is known and which of the new tokens ends it. The
     lengths after the call, of each batch row and of the longest, say which slot stands for which position.
+    ``rows`` are the batch row and the offset of each row of logits that the program compares; None means all.
     """
 
-    def __init__(self, ends: dict[int, tuple[Prefix, int]], num_new: int, total: int = 0) -> None:
+    def __init__(
+        self,
+        ends: dict[int, tuple[Prefix, int]],
+        num_new: int,
+        total: int = 0,
+        rows: frozenset[tuple[int, int]] | None = None,
+    ) -> None:
         self.ends = ends
         self.num_new = num_new
+        self.rows = rows
         self.lengths = {b: len(prefix) + num_new - 1 - offset for b, (prefix, offset) in ends.items()}
         self.total = total or max(self.lengths.values())  # with the padding that stands before shorter rows
 
@@ -57,7 +66,8 @@ class Layout:
     def of(cls, rows: Sequence[Row], trace: Trace) -> "Layout":
         """Return the layout of a call that gave these rows and computed these values."""
         ends = {row.batch_row: (row.prefix, row.offset) for row in sorted(rows, key=lambda row: row.offset)}
-        return cls(ends, _num_new(trace) or max(row.offset for row in rows) + 1)
+        num_new = _num_new(trace) or max(row.offset for row in rows) + 1
+        return cls(ends, num_new, rows=frozenset((row.batch_row, row.offset) for row in rows))
 
     @property
     def tokens(self) -> Iterator[Token]:
@@ -66,7 +76,13 @@ class Layout:
             for batch_row, (prefix, end) in sorted(self.ends.items()):
                 length = len(prefix) - end + offset
                 if offset <= end and length > 0:
-                    yield Token(prefix=prefix[:length], batch_row=batch_row, offset=offset, is_last=offset == end)
+                    yield Token(
+                        prefix=prefix[:length],
+                        batch_row=batch_row,
+                        offset=offset,
+                        is_last=offset == end,
+                        is_compared=self.rows is None or (batch_row, offset) in self.rows,
+                    )
 
     def before(self, total: int, num_new: int) -> "Layout":
         """Return the layout of an earlier call on the same rows, after which they were ``total`` columns long."""

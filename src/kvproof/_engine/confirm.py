@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from kvproof._engine.calls import Comparison, Layout, TracedCall, comparison_of
@@ -40,6 +41,7 @@ class Cause:
     site: Site
     put_at: frozenset[Site]  #: none where nothing that could be replaced comes after the site
     passed: frozenset[Site] = frozenset()  #: what lies between them, and counts no more
+    is_readout: bool = False  #: whether the value is the logits, which agree once replaced, whatever is wrong
 
     def __str__(self) -> str:
         if self.site in self.put_at or not self.put_at:
@@ -50,8 +52,8 @@ class Cause:
 def cause_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Cause:
     """Return where the uncached value must be put to take away what was found at a site."""
     site = found.site
-    later = call.sites[call.sites.index(site) :]
     if site.stage in _SHOWN_ONLY:
+        later = call.sites[call.sites.index(site) :]
         fed = (
             other
             for other in later
@@ -67,7 +69,16 @@ def cause_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Cause:
         return Cause(site=site, put_at=frozenset({stand_in}), passed=frozenset(passed))
     stages = {site.stage, _KEPT_AS.get(site.stage, site.stage)}
     put_at = {s for s in call.sites if s.stage in stages and (s.layer, s.module) == (site.layer, site.module)}
-    return Cause(site=site, put_at=frozenset(put_at))
+    return Cause(site=site, put_at=frozenset(put_at), is_readout=_is_readout(run, found))
+
+
+def _is_readout(run: UncachedRun, found: Comparison) -> bool:
+    """Return whether a value is the row of logits itself, or holds it at its start."""
+    if found.site.stage is not Stage.MODULE:
+        return found.site.stage is Stage.LOGITS
+    row = run.row(len(found.token.prefix))
+    value = found.expected
+    return value.dim() == 1 and len(value) >= len(row) and torch.equal(value[: len(row)].to(row.dtype), row)
 
 
 class Script:
@@ -164,10 +175,13 @@ def confirm(first: Cause, rerun: Callable[[Sequence[Cause]], Rerun], most: int =
     """Replace values at the site found first, and at the next, until the paths agree or nothing more is found.
 
     ``most`` is how many places may be tried. ``rerun`` runs the program with the uncached values that causes call
-    for. Where it raises `SubjectError`, nothing is confirmed and what was found stands.
+    for. Where it raises `SubjectError`, nothing is confirmed and what was found stands. The logits themselves are
+    never replaced: that would make them agree whatever is wrong.
     """
+    if first.is_readout:
+        return Confirmation(confirmed=False, introduced=())
     causes = [first]
-    while causes[-1].put_at:
+    while causes[-1].put_at and not causes[-1].is_readout:
         try:
             outcome = rerun(causes)
         except SubjectError:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvproof._engine.calls import Comparison, Layout, TracedCall
+from kvproof._engine.calls import Comparison, Layout, Token, TracedCall
 from kvproof._engine.confirm import (
     MOST_CAUSES,
     Cause,
@@ -33,13 +33,16 @@ from kvproof._engine.confirm import (
 from kvproof._engine.programs import Row, run_program
 from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, Trace, UncachedRun, UncachedRuns
+from kvproof._engine.written_entries import WrittenEntries
 from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.gaps import Gap, gap_between, is_within, largest
 from kvproof._numerics.taps import Recorder
-from kvproof._numerics.tolerances import POINTER_FACTOR, TOP_RUNG
+from kvproof._numerics.tolerances import POINTER_FACTOR, TOP_RUNG, value_limit
 from kvproof.contract.results import Divergence, Localisation
 from kvproof.contract.stages import (
+    AFTER_READOUT,
     LIKELY_CONTRACT,
+    NOTHING_SHOWN,
     OVER_SLOTS,
     WRONG_DTYPE,
     WRONG_KIND,
@@ -56,6 +59,8 @@ from kvproof.subjects import Session, Subject
 #: In which dtype values are compared: float64, or the subject's own.
 ValueRung = Literal["top", "declared"]
 
+#: What a decoder is fed: one that shows no other stage shows nothing of what it computes.
+_FED = frozenset({Stage.TOKEN, Stage.POSITION, Stage.MASK})
 _HAS_HEADS = frozenset({Stage.NEW_Q, Stage.NEW_K, Stage.NEW_V, Stage.ATTN_WEIGHTS, Stage.ATTN_MIX}) | OVER_SLOTS
 
 
@@ -69,6 +74,7 @@ def localise(
     rung: ValueRung = "top",
     top: Subject | None = None,
     confirmed: bool = True,
+    compare_logits: bool = True,
 ) -> Localisation:
     """Find the first value in ``scenario`` at which the cached path leaves the uncached one.
 
@@ -77,7 +83,9 @@ def localise(
     found, rather than to its end. ``one_pass`` takes the uncached values of every prefix from one run over the
     longest sequence, which is right only for a causal subject. ``top`` is the subject in float64, where the
     caller has it already; else the subject is cast. ``confirmed`` runs the program again with uncached values in
-    the wrong one's place, to tell a cause from what carries it on.
+    the wrong one's place, to tell a cause from what carries it on. ``compare_logits`` compares the
+    rows that calls return, in float64 or where ``until`` is known to be wrong: they are the finding if no value
+    before them differs.
 
     ``rung="declared"`` compares in the subject's own dtype and names the first value whose cached error, against
     float64, outgrows the uncached path's. That, and what is found in a subject that cannot be cast, is where to
@@ -93,12 +101,13 @@ def localise(
         for each in (subject, top)
     )
     judge = _AgainstTheTruth(runs, truth) if rung == "declared" else AgainstTheRun(truth)
+    # Below the top rung every value is off by some rounding, and where to look is all that can be said.
+    is_proof = rung == "top" and top.info.dtype == name_of(TOP_RUNG)
     search = _Search(judge, scenario, fault, until)
+    search.compares_logits = compare_logits and rung == "top" and (is_proof or until is not None)
     first = search.first()
     divergence = None
     if first is not None:
-        # Below the top rung every value is off by some rounding, and where to look is all that can be said.
-        is_proof = rung == "top" and top.info.dtype == name_of(TOP_RUNG)
         confirmation = search.confirm(first) if is_proof and confirmed else None
         divergence = _describe(judge, scenario, first.mismatch, search.logits_differ, confirmation)
     return Localisation(divergence=divergence, num_values=search.num_values)
@@ -120,7 +129,9 @@ class _Search:
         self.until = until
         self.num_values = 0
         self.logits_differ = until is not None
+        self.compares_logits = False
         self._fault = fault
+        self._written = WrittenEntries()
         self._script = Script(judge.runs)
         self._newest = 0  #: the call in which a mismatch was found last: before it there is none
         self._last: int | None = None  #: the call that holds the row known to be wrong
@@ -136,7 +147,9 @@ class _Search:
             if first is None or self.until is None:
                 num_values, mismatch = compared(self.judge, call, search=first is None)
                 self.num_values += num_values
-                first = first or self._found(number, call, mismatch)
+                if first is None:
+                    mismatch = self._as_written(call, mismatch) or self._wrong_row(call, rows)
+                    first = self._found(number, call, mismatch)
             if self.until is None:
                 self.logits_differ |= any(map(self._differs, rows))
             elif first is not None:
@@ -165,7 +178,7 @@ class _Search:
         for number, rows, call in self._calls(causes):
             if found is None and number >= self._newest:
                 _, mismatch = compared(self.judge, call, search=True, without=causes)
-                found = self._found(number, call, mismatch)
+                found = self._found(number, call, self._as_written(call, mismatch))
             differ = differ or any(map(self._differs, rows))
             if differ or (found is not None and not self.logits_differ) or number == self._last:
                 break
@@ -177,6 +190,7 @@ class _Search:
     def _calls(self, causes: Sequence[Cause]) -> Iterator[tuple[int, tuple[Row, ...], TracedCall]]:
         """Run the program on the cached path and yield each call's number, rows, and every value it computed."""
         runs, is_first = self.judge.runs, not causes
+        self._written = WrittenEntries()
         put_at = {site for cause in causes for site in cause.put_at}
         planting = plant(self._fault).under(self._script.wrapper(put_at))
         for number, call in enumerate(run_program(runs.subject, self.scenario, planting)):
@@ -185,7 +199,9 @@ class _Search:
             layout = Layout.of(call.rows, trace)
             if is_first:
                 self._script.note(call.tap, layout)
-            yield number, call.rows, TracedCall(runs, layout, trace)
+            traced = TracedCall(runs, layout, trace)
+            self._written.note(traced)
+            yield number, call.rows, traced
 
     def _found(self, number: int, call: TracedCall, mismatch: "_Mismatch | None") -> _Found | None:
         if mismatch is None:
@@ -196,6 +212,40 @@ class _Search:
 
     def _differs(self, row: Row) -> bool:
         return self.judge.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)
+
+    def _as_written(self, call: TracedCall, found: "_Mismatch | None") -> "_Mismatch | None":
+        """Return a wrong cache slot as a new key or value, if it did not change after it was written."""
+        if found is None or found.comparison.site.stage not in OVER_SLOTS or self.judge.is_pointer:
+            return found
+        new = self._written.as_new_entry(call, found.comparison, found.gap.index[1], found.limit)
+        if new is None:
+            return found
+        return _Mismatch(comparison=new, gap=gap_between(new.expected, new.actual), limit=found.limit)
+
+    def _wrong_row(self, call: TracedCall, rows: Sequence[Row]) -> "_Mismatch | None":
+        """Return the first row of logits that differs although no value on the way to it does."""
+        for row in rows if self.compares_logits else ():
+            if (self.until is not None and row.prefix != self.until) or not self._differs(row):
+                continue
+            expected = self.judge.runs.over(row.prefix).row(len(row.prefix))
+            gap = gap_between(expected, row.logits)
+            shows_more = any(site.stage not in _FED for site in call.trace)
+            return _Mismatch(
+                comparison=Comparison(
+                    site=Site(Stage.LOGITS),
+                    token=_token_of(row),
+                    expected=expected,
+                    actual=row.logits,
+                ),
+                gap=gap,
+                limit=value_limit(expected.dtype, 0.0, gap.scale),
+                contract=AFTER_READOUT if shows_more else NOTHING_SHOWN,
+            )
+        return None
+
+
+def _token_of(row: Row) -> Token:
+    return Token(prefix=row.prefix, batch_row=row.batch_row, offset=row.offset, is_last=row.is_last)
 
 
 def traced_calls(
@@ -212,10 +262,13 @@ class _Mismatch:
     comparison: Comparison
     gap: Gap  #: from the uncached path's value, or from float64's where that is the judge
     limit: float
+    contract: str | None = None  #: the likely cause, where the stage alone does not give it
 
 
 class AgainstTheRun:
     """Holds each value against the uncached one, within the noise between uncached runs."""
+
+    is_pointer = False
 
     def __init__(self, runs: UncachedRuns) -> None:
         self.runs = runs
@@ -235,6 +288,8 @@ class AgainstTheRun:
 
 class _AgainstTheTruth:
     """Holds each value's error, against float64, to the largest that the uncached path has made there so far."""
+
+    is_pointer = True  #: what it finds is where to look first, and no proof
 
     def __init__(self, runs: UncachedRuns, truth: UncachedRuns) -> None:
         self.runs = runs
@@ -285,9 +340,22 @@ def compared(
                 continue
             num_values += comparison.actual.numel()
             found = judge.mismatch(call, comparison, run) if search and number < place else None
-            if found is not None:
+            if found is not None and not _is_right_in_its_call(judge, call, site, token):
                 first, place = found, number
     return num_values, first
+
+
+def _is_right_in_its_call(judge: _Judge, call: TracedCall, site: Site, token: Token) -> bool:
+    """Return whether a value leads to no compared row but that of a longer prefix, whose uncached run it equals.
+
+    Where the program leaves out the row after a token, the uncached run over the tokens up to there need not
+    compute the same values: tokens of a bidirectional prefix also depend on later ones.
+    """
+    if token.is_compared:
+        return False
+    run = judge.runs.over(call.layout.ends[token.batch_row][0])
+    comparison = call.comparison(run, site, token)
+    return comparison is not None and judge.mismatch(call, comparison, run) is None
 
 
 def _beyond(comparison: Comparison, limit: float) -> _Mismatch | None:
@@ -325,10 +393,7 @@ def _describe(
     over_slots = site.stage in OVER_SLOTS | {Stage.ATTN_WEIGHTS}
     slot = comparison.first_slot + gap.index[1] if over_slots else None
     expected, actual = (float(v[gap.index]) for v in (comparison.expected, comparison.actual))
-    if isinstance(judge, AgainstTheRun):
-        origin, contract = _origin(judge.runs, found)
-    else:
-        origin, contract = None, WRONG_DTYPE
+    origin, contract = (None, WRONG_DTYPE) if judge.is_pointer else _origin(judge.runs, found)
     where = str(site)
     if head is not None:
         where += f", head {head}"
@@ -368,7 +433,7 @@ def _origin(runs: UncachedRuns, found: _Mismatch) -> tuple[str | None, str]:
     """Say what a wrong value is: of a cache slot what it really holds, of others the likely contract alone."""
     site, token = found.comparison.site, found.comparison.token
     if site.stage not in OVER_SLOTS:
-        return None, LIKELY_CONTRACT[site.stage]
+        return None, found.contract or LIKELY_CONTRACT[site.stage]
     held = found.comparison.actual[:, found.gap.index[1]]
     return origin_of(runs, site, token.prefix, held, found.limit)
 

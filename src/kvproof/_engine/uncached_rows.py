@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from kvproof._engine.ladder import Ladder
 from kvproof._engine.rung import Block, Prefix, Rung
-from kvproof._engine.verdict_rules import judge_margin
+from kvproof._engine.verdict_rules import are_equal_in_float64, judge_margin
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import error_of_row, gap_between, gap_of_rows, largest
 from kvproof._numerics.random_rounding import RandomRounding, Unit, UnitRecorder
@@ -77,6 +78,8 @@ class Uncached:
         self.ladder = Ladder(self.declared, wanted=top_rung)
         self._units: dict[Prefix, list[Unit]] = {}
         self.both_ways: list[BothWays] = []
+        #: Sequences, each with the lengths of its prefixes whose rows are compared; without any, every row is.
+        self.compared: tuple[tuple[Prefix, frozenset[int]], ...] = ()
         self._sequences: list[Prefix] = []
         self._noise: list[float] = [0.0]
         self._top_noise: list[float] = [0.0]
@@ -342,7 +345,9 @@ class Uncached:
         try:
             for length in range(1, len(sequence) + 1):
                 if length in spots and self._is_causal:
-                    self._measure_both_ways(sequence, length)
+                    if not self._measure_both_ways(sequence, length):
+                        longer = (n for n in range(length + 1, len(sequence)) if self._compares(sequence[:n]))
+                        spots.update(islice(longer, CAUSALITY_LEN))
                 elif self.top is not None:
                     prefix = sequence[:length]
                     one, truth = (self.row_of(rung, prefix) for rung in self.rungs)
@@ -361,22 +366,34 @@ class Uncached:
         around = {window + more for window in windows for more in (0, 1, window, window + 1)}
         return {spot for spot in {*range(1, proof + 1), length // 2, *around} if 0 < spot < length}
 
-    def _measure_both_ways(self, sequence: Prefix, length: int) -> None:
+    def _compares(self, prefix: Prefix) -> bool:
+        """Return whether some program compares the row after a prefix."""
+        length = len(prefix)
+        holding = (lengths for sequence, lengths in self.compared if sequence[:length] == prefix)
+        return not self.compared or any(length in lengths for lengths in holding)
+
+    def _measure_both_ways(self, sequence: Prefix, length: int) -> bool:
+        """Compare both ways to a row; return False if they give different rows, and no program compares it.
+
+        Such a row says nothing about those that are compared: a bidirectional prefix may end after it.
+        """
         prefix = sequence[:length]
         literal, one = self.declared.literal(prefix), self.declared.one_pass(sequence, length)
         gap = gap_of_rows(literal, one)
-        self._noise[length] = largest((self._noise[length], gap.size))
         top_gap = top_scale = error = None
         explained = gap.size
         if self.top is not None:
             truth = self.top.literal(prefix)
             top_one = self.top.one_pass(sequence, length)
             top = gap_of_rows(truth, top_one)
+            if not self._compares(prefix) and not are_equal_in_float64(top):
+                return False
             top_gap, top_scale = top.size, top.scale
             explained = largest((error_of_row(truth, literal), error_of_row(top_one, one)))
             error = largest(error_of_row(truth, row) for row in (literal, one))
             self._top_noise[length] = largest((self._top_noise[length], top.size))
             self._errors[length] = largest((self._errors[length], error))
+        self._noise[length] = largest((self._noise[length], gap.size))
         margin, margin_verdict = judge_margin(literal, one, explained)
         self.both_ways.append(
             BothWays(
@@ -391,6 +408,7 @@ class Uncached:
                 margin_verdict=margin_verdict,
             )
         )
+        return True
 
 
 def _of_other_lengths(ids: Prefix) -> tuple[Prefix, ...]:

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from kvproof._engine.rung import Prefix, Rung
+from kvproof._engine.verdict_rules import are_equal_in_float64
 from kvproof._numerics.gaps import gap_between, largest
 from kvproof._numerics.taps import Recorder, token_axis
-from kvproof._numerics.tolerances import value_limit
+from kvproof._numerics.tolerances import TOP_RUNG, value_limit
 from kvproof.contract.stages import OVER_SLOTS, Site, Stage
 from kvproof.subjects import Subject
 
@@ -92,6 +93,14 @@ class UncachedRuns(ABC):
         self._keep_entries(ids, values)
         return run
 
+    def _is_noise(self, shorter: Tensor, ids: Prefix) -> bool:
+        """Return whether what a run differs by from one over a token less, which gave this last row, is rounding.
+
+        In float64 the rows tell: where they differ, one of the runs computes something else.
+        """
+        gap = gap_between(self._rung.one_pass(ids, len(ids) - 1), shorter)
+        return shorter.dtype is not TOP_RUNG or are_equal_in_float64(gap)
+
     def _keep_entries(self, ids: Prefix, values: Trace) -> None:
         if any(other[: len(ids)] == ids for other in self.entries):
             return
@@ -119,7 +128,11 @@ class LiteralRuns(UncachedRuns):
             shorter = self.over(ids[:-1])
             before = self._known_noise.get(shorter.ids, {})
             own = _noise_between(shorter.values, values)
-            self._known_noise[ids] = {site: largest((gap, before.get(site, 0.0))) for site, gap in own.items()}
+            if self._is_noise(shorter.row(len(ids) - 1), ids):
+                own = {site: largest((gap, before.get(site, 0.0))) for site, gap in own.items()}
+            else:
+                own = before
+            self._known_noise[ids] = own
         return self._known_noise[ids]
 
 
@@ -153,8 +166,8 @@ class OnePassRuns(UncachedRuns):
         if len(ids) == 1:
             return {}
         recorder = Recorder()
-        self.subject.rows(ids[:-1], tap=recorder, keep=range(len(ids) - 2, len(ids) - 1))
-        return _noise_between(recorder.take(), values)
+        row = self.subject.rows(ids[:-1], tap=recorder, keep=range(len(ids) - 2, len(ids) - 1))[-1]
+        return _noise_between(recorder.take(), values) if self._is_noise(row, ids) else {}
 
 
 def _noise_between(shorter: Trace, values: Trace) -> dict[Site, float]:

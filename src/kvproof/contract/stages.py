@@ -78,8 +78,8 @@ LIKELY_CONTRACT: dict[Stage, str] = {
     Stage.EMBEDDING: "embedding: the lookup or the position addition",
     Stage.ATTN_NORM: "normalisation before attention, or the residual stream handed to this layer",
     Stage.NEW_Q: "projection, normalisation, or axis order of the new query",
-    Stage.NEW_K: "projection, normalisation, or axis order of the new key",
-    Stage.NEW_V: "projection, normalisation, or axis order of the new value",
+    Stage.NEW_K: "new key: projection, normalisation, position or axis order",
+    Stage.NEW_V: "new value: projection, normalisation or axis order",
     Stage.CACHE_LEN: "missing or duplicate append: each layer appends each consumed token exactly once",
     Stage.CACHE_K: "cache content: a stored key changed after it was written, or the wrong one is read",
     Stage.CACHE_V: "cache content: a stored value changed after it was written, or the wrong one is read",
@@ -99,4 +99,9 @@ WRONG_LAYER = "wrong layer's cache: each layer must read and append to its own"
 WRONG_SLOT = "stale or misplaced slot: a layer's entries must stand in the order of consumption"
 WRONG_KIND = "keys and values swapped"
 WRONG_DTYPE = "precision: a value is held, or computed, in a lower dtype than on the uncached path"
+AFTER_READOUT = (
+    "the logits themselves differ although every value shown before them agrees: what is done at or after the "
+    "readout (softcap, scaling, slicing)"
+)
+NOTHING_SHOWN = "unknown: nothing inside this decoder can be seen, only its token ids and its logits"
 WRONG_REQUEST = "cross-request cache contamination: each request owns its cache"

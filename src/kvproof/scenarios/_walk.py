@@ -71,6 +71,17 @@ def compared_prefixes(scenario: Scenario) -> frozenset[Ids]:
     )
 
 
+def compared_lengths(scenario: Scenario) -> dict[Ids, frozenset[int]]:
+    """Return the scenario's longest sequences, each with the lengths of the prefixes whose rows are compared."""
+    calls = list(_compared(scenario))
+    return {
+        sequence: frozenset(
+            length for row, first in calls if sequence[: len(row)] == row for length in range(first, len(row) + 1)
+        )
+        for sequence in longest_sequences(scenario)
+    }
+
+
 def capacity(scenario: Scenario) -> int:
     """Return the largest number of tokens in any session of the scenario; caches are sized for it."""
     return max((len(sequence) for sequence, _ in _compared(scenario)), default=0)
