@@ -66,7 +66,7 @@ def test_a_failure_is_the_finding_and_its_report_is_kept(
     result = run(pytester, FAILING, *options)
     result.assert_outcomes(failed=1)
     text, _, _ = result.stdout.str().partition("short test summary info")
-    assert "The cached path diverges after" in text
+    assert "The cached path diverges: consuming" in text
     assert text.count("token-by-token (diverged): ") == 1
     assert "Which side: the ways of computing this row do not tell which side is wrong" in text
     assert "To repeat it: pytest 'test_a_failure_is_the_finding" in text

@@ -394,7 +394,7 @@ def _describe(
     slot = comparison.first_slot + gap.index[1] if over_slots else None
     expected, actual = (float(v[gap.index]) for v in (comparison.expected, comparison.actual))
     origin, contract = (None, WRONG_DTYPE) if judge.is_pointer else _origin(judge.runs, found)
-    where = str(site)
+    where = f"the logits (token {subject.token(gap.index[0])})" if site.stage is Stage.LOGITS else str(site)
     if head is not None:
         where += f", head {head}"
     if slot is not None:

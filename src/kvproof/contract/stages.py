@@ -103,5 +103,5 @@ AFTER_READOUT = (
     "the logits themselves differ although every value shown before them agrees: what is done at or after the "
     "readout (softcap, scaling, slicing)"
 )
-NOTHING_SHOWN = "unknown: nothing inside this decoder can be seen, only its token ids and its logits"
+NOTHING_SHOWN = "not known, because nothing inside this decoder can be seen except its token ids"
 WRONG_REQUEST = "cross-request cache contamination: each request owns its cache"
