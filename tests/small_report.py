@@ -26,6 +26,7 @@ from kvproof.contract.results import (
     Constant,
     ConsumedToken,
     Divergence,
+    ErrorRatio,
     Evidence,
     ExactEvidence,
     FaultResult,
@@ -41,6 +42,7 @@ from kvproof.contract.results import (
     SpreadSite,
     SubjectInfo,
     Tolerance,
+    TruthEvidence,
     Verdict,
 )
 from kvproof.contract.stages import Stage
@@ -95,6 +97,10 @@ RAISED = Raise(
         'Traceback (most recent call last):\n  File "decoder.py", line 7, in forward\n    raise ValueError(x)\n'
         "ValueError: <script>alert(1)</script>\n"
     ),
+)
+TRUTH = TruthEvidence(uncached_error=1e-6, cached_error=2e-6, uncached_rms=5e-7, cached_rms=1e-6)
+ERRORS = ErrorRatio(
+    num_rows=12, uncached_rms=5e-7, cached_rms=1e-6, ratio=2.0, lowest=1.25, median=1.5, sampled_rms=2e-6
 )
 CHOICES = ChoiceEvidence(
     gap=1e-6,
@@ -386,6 +392,7 @@ REPORT = Report(
             num_values_compared=12,
             reason=None,
             divergence=None,
+            errors=ERRORS,
             four_ways=FourWays(
                 ids=(0, 2),
                 groups=(("literal", "one-pass"), ("this scenario",)),
@@ -400,7 +407,9 @@ REPORT = Report(
             rows=(
                 dataclasses.replace(
                     row("A", (2,), Verdict.MATCH, 1e-6),
-                    evidence=Evidence(gap=1e-6, allowed=1e-5, noise=2e-6, scale=4.0, exact=None, choices=CHOICES),
+                    evidence=Evidence(
+                        gap=1e-6, allowed=1e-5, noise=2e-6, scale=4.0, exact=None, choices=CHOICES, truth=TRUTH
+                    ),
                     expected=None,
                 ),
             ),

@@ -295,7 +295,7 @@ def test_causality_holds_each_prefix_once_where_the_float64_rung_was_given_up_ha
     watched.broken = {(torch.float64, 4)}
     report = audit(watched, [token_by_token(IDS[:9])], tolerance=LOOSE)
     causality = report.scenarios[0]
-    assert causality.verdict is Verdict.NOT_CHECKED
+    assert causality.verdict is Verdict.MATCH, "changing later tokens changes no bit"
     lengths = [len(row.ids) for row in causality.rows]
     assert lengths == sorted(set(lengths))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.determinism import check_determinism
-from kvproof._engine.errors_together import errors_together
+from kvproof._engine.errors_together import errors_together, sampled_rms
 from kvproof._engine.fault_results import fault_result
 from kvproof._engine.four_computations import four_ways
 from kvproof._engine.localise import localise
@@ -25,6 +25,7 @@ from kvproof._engine.verdict_rules import (
     judge_audit,
     judge_scenario,
     judge_scenarios,
+    may_be_too_large,
     smallest_bug,
 )
 from kvproof._numerics.dtypes import dtype_of
@@ -36,6 +37,7 @@ from kvproof.contract.report import VERSION, Report
 from kvproof.contract.results import (
     Certificate,
     Divergence,
+    ErrorRatio,
     FaultResult,
     FourWays,
     Localisation,
@@ -182,6 +184,7 @@ class _Check:
 
     rows: list[RowResult] = dataclasses.field(default_factory=list)
     num_values: int = 0
+    errors: ErrorRatio | None = None
     divergence: Divergence | None = None
     four_ways: FourWays | None = None
     raised: Raise | None = None  #: the first time that the cached path raised
@@ -190,10 +193,9 @@ class _Check:
 
     def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
         """Return the scenario's result; ``is_proof`` says that a wrong value on the way is a bug by itself."""
-        errors = None if scenario.cache is CacheKind.QUANTISED else errors_together(self.rows)
         verdict = judge_scenario(
             self.rows,
-            errors=errors,
+            errors=self.errors,
             wrong_value=is_proof and self.divergence is not None,
             raised=self.raised is not None,
             undecided=self.undecided is not None,
@@ -206,7 +208,7 @@ class _Check:
             num_values_compared=self.num_values,
             divergence=self.divergence,
             four_ways=self.four_ways,
-            errors=errors,
+            errors=self.errors,
             raised=self.raised,
         )
 
@@ -338,7 +340,20 @@ class Auditor:
             self._locate(check, fault, judged)
             if fault is None:
                 self._note(program, judged)
+        if scenario.cache is not CacheKind.QUANTISED:
+            check.errors = self._errors_together(check.rows, programs, fault)
         return check.result(scenario, is_proof=self._values_are_exact)
+
+    def _errors_together(
+        self, rows: Sequence[RowResult], programs: Sequence[Scenario], fault: Fault | None
+    ) -> ErrorRatio | None:
+        errors = errors_together(rows)
+        if errors is None or not may_be_too_large(errors):
+            return errors
+        try:
+            return dataclasses.replace(errors, sampled_rms=sampled_rms(self.uncached, programs, fault))
+        except SubjectError:  # it decides without
+            return errors
 
     def check_fault(self, fault: Fault, programs: Sequence[Scenario], clean_gap: float) -> FaultResult:
         """Plant a fault and say whether the same comparison rejects it, and names the right stage."""
@@ -397,7 +412,9 @@ class Auditor:
         programs = tuple(programs)
         sequences = {sequence for program in programs for sequence in longest_sequences(program)}
         self.uncached.compared = tuple(each for program in programs for each in compared_lengths(program).items())
-        return self.uncached.prepare(sequences, jobs)
+        problem = self.uncached.prepare(sequences, jobs)
+        self.uncached.prove()
+        return problem
 
     def _why_not(self, programs: Sequence[Scenario]) -> str | None:
         """Return why these programs cannot be checked, or None: they are skipped, or the subject is not able."""

@@ -10,12 +10,21 @@ from collections.abc import Sequence
 
 import torch
 
+from kvproof._engine.programs import run_program
+from kvproof._engine.uncached_rows import Uncached
+from kvproof._numerics.dtypes import dtype_of
+from kvproof._numerics.gaps import mean_square_error
+from kvproof._numerics.random_rounding import RandomRounding
 from kvproof.contract.results import ErrorRatio, RowResult
+from kvproof.faults import Fault, plant
+from kvproof.scenarios import Scenario, longest_sequences
 
 #: Fewer rows say nothing of their spread.
 FEWEST_ROWS = 8
 #: So many resamples of the rows, from a seed of their own, of which the third smallest ratio counts.
 _RESAMPLES, _LOWEST = 400, 2
+#: How often the programs are run with random rounding.
+_SAMPLES = 2
 
 
 def errors_together(rows: Sequence[RowResult]) -> ErrorRatio | None:
@@ -46,4 +55,31 @@ def errors_together(rows: Sequence[RowResult]) -> ErrorRatio | None:
         ratio=cached / uncached,
         lowest=float(ratios[_LOWEST]),
         median=float((squares[:, 1] / squares[:, 0]).sqrt().median()),
+        sampled_rms=None,
     )
+
+
+def sampled_rms(uncached: Uncached, programs: Sequence[Scenario], fault: Fault | None) -> float | None:
+    """Return the cached path's root mean square error over all rows if every result is rounded at random.
+
+    A recurrence that steps rounds more often than one that scans a block, and nothing is wrong with it: what its
+    own operations cost tells. Each is moved by the unit of the dtype that it has on the uncached path, so that
+    what the cached path alone computes in a coarser dtype is not excused. None where this cannot be measured.
+    """
+    top, squares = uncached.top, list[float]()
+    if top is None or not uncached.ladder.can_sample:
+        return None
+    exact, declared = dtype_of(top.subject.info.dtype), dtype_of(uncached.declared.subject.info.dtype)
+    for program in programs:
+        units = uncached.units_of(max(longest_sequences(program), key=len))
+        for seed in range(_SAMPLES):
+            calls = run_program(top.subject, program, plant(fault))
+            while True:
+                with RandomRounding(declared, seed, units, exact):
+                    call = next(calls, None)
+                if call is None:
+                    break
+                squares += (
+                    mean_square_error(uncached.row(row.prefix, top=True), row.logits) for row in call.rows
+                )
+    return math.sqrt(sum(squares) / len(squares)) if squares else None

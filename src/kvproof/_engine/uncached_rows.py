@@ -149,12 +149,16 @@ class Uncached:
                 self._measure_or_drop_top(sequence)
             except SubjectError as error:
                 problem = problem or str(error)
-        if self.ladder.inside is None and self._sequences:
-            self._prove_or_drop_top(self._sequences[0])
         return problem
 
-    def _prove_or_drop_top(self, sequence: Prefix) -> None:
-        had_top = self.top is not None
+    def prove(self) -> None:
+        """Look once at what the rungs compute in, and give up one that is another function.
+
+        Raises `UsageError` for a truth that is another function.
+        """
+        if self.ladder.inside is not None or not self._sequences:
+            return
+        sequence, had_top = self._sequences[0], self.top is not None
         try:
             self.ladder.prove(sequence, self._is_explained)
         except SubjectError as error:
@@ -227,7 +231,7 @@ class Uncached:
             errors = [0.0] * (len(home) + 1)
             for seed in range(int(NUM_SAMPLES.value)):
                 moved, exact = Rung(self.top.subject), dtype_of(self.top.subject.info.dtype)
-                rounding = RandomRounding(self._dtype, seed, self._units_of(home), exact)
+                rounding = RandomRounding(self._dtype, seed, self.units_of(home), exact)
                 for length in range(1, len(home) + 1):
                     with Choices(taken), rounding:
                         row = moved.one_pass(home, length)
@@ -238,7 +242,7 @@ class Uncached:
             self._sampled[home, with_choices] = _running(errors)
         return self._sampled[home, with_choices][len(prefix)]
 
-    def _units_of(self, ids: Prefix) -> list[Unit]:
+    def units_of(self, ids: Prefix) -> list[Unit]:
         """Return the dtypes in which the pass over these tokens computes at the declared rung."""
         if ids not in self._units:
             recorder = UnitRecorder()

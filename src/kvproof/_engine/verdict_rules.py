@@ -24,6 +24,7 @@ from kvproof._numerics.tolerances import (
     TABLE_UNITS,
     UNKNOWN_PART,
     UNSAMPLED_FACTOR,
+    UNSAMPLED_RATIO,
     structural_limit,
 )
 from kvproof.contract.ledger import MarginVerdict
@@ -372,8 +373,18 @@ def judge_scenario(
 def are_too_large(errors: ErrorRatio) -> bool:
     """Return whether the cached path's errors show, over all rows, that something is held in too low a dtype.
 
-    A near-tie may move one row far, so the median row must show it, too.
+    A near-tie may move one row far, so the median row must show it, too. What the cached path's own operations
+    cost by rounding at random is no bug; where that cannot be tried, only a factor that no regrouping makes is.
     """
+    if not may_be_too_large(errors):
+        return False
+    if errors.sampled_rms is None:
+        return errors.lowest > UNSAMPLED_RATIO.value
+    return errors.cached_rms > RATIO_LIMIT.value * errors.sampled_rms
+
+
+def may_be_too_large(errors: ErrorRatio) -> bool:
+    """Return whether it is worth measuring what the cached path's own operations cost."""
     return errors.lowest > RATIO_LIMIT.value and errors.median > MEDIAN_LIMIT.value
 
 
