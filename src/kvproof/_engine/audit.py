@@ -19,7 +19,6 @@ from kvproof._engine.spread import spreads_of
 from kvproof._engine.uncached_rows import Reference, Uncached
 from kvproof._engine.verdict_rules import (
     CAUSALITY,
-    DETERMINISM,
     is_finding,
     is_of_declared_dtype_alone,
     judge_audit,
@@ -249,7 +248,6 @@ class Auditor:
             [program for program in programs if program.name == name]
             for name in dict.fromkeys(program.name for program in programs)
         ]
-        on_scenario(DETERMINISM)
         repeated = self._determinism(programs)
         if repeated is not None:
             yield repeated

@@ -353,8 +353,10 @@ class Uncached:
                         longer = (n for n in range(length + 1, len(sequence)) if self._compares(sequence[:n]))
                         spots.update(islice(longer, CAUSALITY_LEN))
                 elif self.top is not None:
-                    prefix = sequence[:length]
-                    one, truth = (self.row_of(rung, prefix) for rung in self.rungs)
+                    one, truth = (
+                        rung.one_pass(sequence, length) if self._is_causal else rung.literal(sequence[:length])
+                        for rung in self.rungs
+                    )
                     self._errors[length] = largest((self._errors[length], error_of_row(truth, one)))
         finally:
             self._noise, self._top_noise, self._errors = map(
