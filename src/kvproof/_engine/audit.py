@@ -346,7 +346,8 @@ class Auditor:
         self, rows: Sequence[RowResult], programs: Sequence[Scenario], fault: Fault | None
     ) -> ErrorRatio | None:
         errors = errors_together(rows)
-        if errors is None or not may_be_too_large(errors):
+        is_decided = any(not row.verdict.passes for row in rows)
+        if errors is None or is_decided or not may_be_too_large(errors):
             return errors
         try:
             return dataclasses.replace(errors, sampled_rms=sampled_rms(self.uncached, programs, fault))
