@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
 from kvproof._engine.determinism import check_determinism
-from kvproof._engine.errors_together import errors_together, sampled_rms
+from kvproof._engine.errors_together import measured_errors
 from kvproof._engine.fault_results import fault_result
 from kvproof._engine.four_computations import four_ways
 from kvproof._engine.localise import localise
@@ -24,7 +24,6 @@ from kvproof._engine.verdict_rules import (
     judge_audit,
     judge_scenario,
     judge_scenarios,
-    may_be_too_large,
     smallest_bug,
 )
 from kvproof._numerics.dtypes import dtype_of
@@ -339,20 +338,8 @@ class Auditor:
             if fault is None:
                 self._note(program, judged)
         if scenario.cache is not CacheKind.QUANTISED:
-            check.errors = self._errors_together(check.rows, programs, fault)
+            check.errors = measured_errors(self.uncached, check.rows, programs, fault)
         return check.result(scenario, is_proof=self._values_are_exact)
-
-    def _errors_together(
-        self, rows: Sequence[RowResult], programs: Sequence[Scenario], fault: Fault | None
-    ) -> ErrorRatio | None:
-        errors = errors_together(rows)
-        is_decided = any(not row.verdict.passes for row in rows)
-        if errors is None or is_decided or not may_be_too_large(errors):
-            return errors
-        try:
-            return dataclasses.replace(errors, sampled_rms=sampled_rms(self.uncached, programs, fault))
-        except SubjectError:  # it decides without
-            return errors
 
     def check_fault(self, fault: Fault, programs: Sequence[Scenario], clean_gap: float) -> FaultResult:
         """Plant a fault and say whether the same comparison rejects it, and names the right stage."""

@@ -5,6 +5,7 @@ none so much that rounding could not. Over all rows and entries the root mean sq
 to a few parts in a hundred, and the two are of a size where nothing is wrong.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -12,10 +13,12 @@ import torch
 
 from kvproof._engine.programs import run_program
 from kvproof._engine.uncached_rows import Uncached
+from kvproof._engine.verdict_rules import may_be_too_large
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import mean_square_error
 from kvproof._numerics.random_rounding import RandomRounding
 from kvproof.contract.results import ErrorRatio, RowResult
+from kvproof.errors import SubjectError
 from kvproof.faults import Fault, plant
 from kvproof.scenarios import Scenario, longest_sequences
 
@@ -25,6 +28,20 @@ FEWEST_ROWS = 8
 _RESAMPLES, _LOWEST = 400, 2
 #: How often the programs are run with random rounding.
 _SAMPLES = 2
+
+
+def measured_errors(
+    uncached: Uncached, rows: Sequence[RowResult], programs: Sequence[Scenario], fault: Fault | None
+) -> ErrorRatio | None:
+    """Return the errors of the rows of these programs together, with what random rounding costs if it decides."""
+    errors = errors_together(rows)
+    is_decided = any(not row.verdict.passes for row in rows)
+    if errors is None or is_decided or not may_be_too_large(errors):
+        return errors
+    try:
+        return dataclasses.replace(errors, sampled_rms=sampled_rms(uncached, programs, fault))
+    except SubjectError:  # it decides without
+        return errors
 
 
 def errors_together(rows: Sequence[RowResult]) -> ErrorRatio | None:
