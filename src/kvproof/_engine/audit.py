@@ -358,7 +358,8 @@ class Auditor:
             self._uncertified = f"it takes {_SHORTEST_CERTIFIED} tokens in a row"
             return None
         try:
-            certifier = Certifier(self.uncached, self.tolerance, sequence, other)
+            run = [program for program in programs if self._why_not([program]) is None and not program.advice]
+            certifier = Certifier(self.uncached, self.tolerance, sequence, other, run)
             return certifier.certificate(on_part, self.jobs)
         except SubjectError as error:
             self._uncertified = str(error).splitlines()[0]
