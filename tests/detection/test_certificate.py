@@ -22,14 +22,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.small_report import CERTIFICATE, REPORT
 from tests.strategies import subjects
 
 from kvproof import ReferenceSubject, Report, Subject, Verdict, audit
 from kvproof._engine.audit import Auditor
 from kvproof._engine.certificate import Certifier
+from kvproof._engine.conclusion import summarise
 from kvproof._engine.prompts import random_sequences
+from kvproof.contract.certified import misplaced_sentence
 from kvproof.contract.codec import from_plain
-from kvproof.contract.results import Certificate, Outcome, Reach
+from kvproof.contract.results import Certificate, Outcome, Reach, SmallestChange
+from kvproof.contract.stages import Stage
 from kvproof.faults import catalogue, probe
 from kvproof.reference.corpus import SEQUENCES
 from kvproof.scenarios import Ability, batch_of, chunked_prefill, prefill_and_steps, token_by_token
@@ -280,6 +284,38 @@ def test_faults_are_planted_as_far_as_the_audit_went(num_tokens: int | None):
     far = Outcome.CAUGHT if num_tokens is None else Outcome.HIDDEN
     near = dict.fromkeys([(2, None), (12, None), (12, 2)], Outcome.CAUGHT)
     assert stale == {**near, (37, None): far}
+
+
+@pytest.mark.parametrize("num_tokens", [None, 30], ids=["attention everywhere", "no attention from token 30 on"])
+def test_a_pass_names_the_faults_that_no_row_shows(num_tokens: int | None):
+    report = far_audit(forgetful(num_tokens))
+    assert report.verdict.passes
+    assert ("hidden" in report.summary) == (num_tokens is not None)
+    if num_tokens is not None:
+        named = r"; \d+ of \d+ planted faults changed no row \(hidden\): [a-z-]+ after 37 tokens, "
+        assert re.search(named, report.summary)
+
+
+@pytest.mark.parametrize("value", [1e-3, None], ids=["seen", "not seen"])
+def test_a_pass_says_if_no_change_of_an_entry_is_seen_in_the_declared_dtype(value: float | None):
+    change = SmallestChange(dtype="bfloat16", layer=1, tensor="k", position=3, value=value)
+    certificate = dataclasses.replace(CERTIFICATE, faults=CERTIFICATE.faults[:1], smallest_changes=(change,))
+    summary = summarise(Verdict.MATCH, REPORT.scenarios, certificate)
+    is_said = summary.endswith("; in bfloat16 even a doubled key of layer 1 is not seen.")
+    assert is_said == (value is None)
+
+
+@pytest.mark.parametrize("num_wrong", [2, 3], ids=["one in five", "more"])
+def test_many_faults_at_another_stage_are_explained_by_what_the_taps_show(num_wrong: int):
+    right = CERTIFICATE.faults[0]
+    wrong = dataclasses.replace(right, where="logits", right_stage=False)
+    faults = (wrong,) * num_wrong + (right,) * (10 - num_wrong)
+    certificate = dataclasses.replace(CERTIFICATE, faults=faults, shown_stages=(Stage.TOKEN, Stage.LOGITS))
+    sentence = misplaced_sentence(certificate)
+    assert (sentence is None) == (num_wrong == 2)
+    if sentence is not None:
+        assert sentence.startswith("3 of 10 caught faults first showed at another stage than theirs")
+        assert "taps show token, logits, and not cache_k." in sentence
 
 
 def test_a_fault_in_the_last_row_alone_is_found_in_that_row():

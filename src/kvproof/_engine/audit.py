@@ -32,6 +32,7 @@ from kvproof._numerics.gaps import largest
 from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
 from kvproof._system.machine import environment
 from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
+from kvproof.contract.certified import misplaced_sentence
 from kvproof.contract.report import VERSION, Report
 from kvproof.contract.results import (
     Certificate,
@@ -226,6 +227,7 @@ class Auditor:
         self.rows = RowAuditor(self.uncached, self.tolerance)
         self.all_values = all_values
         self._uncertified: str | None = None
+        self._misplaced: str | None = None
         self._side = SideResults()
         self.spreads: tuple[Spread, ...] = ()
 
@@ -360,10 +362,12 @@ class Auditor:
         try:
             run = [program for program in programs if self._why_not([program]) is None and not program.advice]
             certifier = Certifier(self.uncached, self.tolerance, sequence, other, run)
-            return certifier.certificate(on_part, self.jobs)
+            certificate = certifier.certificate(on_part, self.jobs)
         except SubjectError as error:
             self._uncertified = str(error).splitlines()[0]
             return None
+        self._misplaced = misplaced_sentence(certificate)
+        return certificate
 
     def add_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
         """Record how the first finding, or else a program without one, and each fault spread."""
@@ -375,6 +379,8 @@ class Auditor:
         yield from self.uncached.ladder.notes()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
+        if self._misplaced is not None:
+            yield self._misplaced
         for name, reason in self._side.without_exact.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
         made = self._side.made

@@ -23,7 +23,7 @@ from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
-from kvproof._engine.verdict_rules import judge
+from kvproof._engine.verdict_rules import judge, why_vacuous
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_of_rows, largest
 from kvproof._system.pool import map_in_processes
@@ -142,9 +142,14 @@ class Certifier:
             clean_gap=clean,
             margin=min(caught) / max(clean, 2.0**-53) if caught else None,
             smallest_changes=tuple(part.change for part in reversed(parts) if part.change is not None),
-            problem=_problem(results, faults, self.site),
+            problem=why_vacuous(
+                results,
+                misplacing={fault.name for fault in faults if fault.misplaces},
+                keeping=self.site.layers_keeping(),
+            ),
             reached=self.reached,
             planted_in=reach_of(self.programs.values()),
+            shown_stages=tuple(dict.fromkeys(site.stage for site in self.site.shown)),
         )
 
     def _results(self, placed: Sequence[Fault]) -> _Part:
@@ -355,23 +360,3 @@ def _bisect(seen: Callable[[float], bool], least: float) -> float | None:
         middle = (low + high) / 2
         low, high = (low, middle) if seen(10.0**middle) else (middle, high)
     return float(10.0**high)
-
-
-def _problem(results: Sequence[FaultResult], faults: Sequence[Fault], site: PlantingSite) -> str | None:
-    """Return why the audit could not be shown able to fail, or None.
-
-    Some fault must be caught, and in every layer that keeps anything, a fault that puts the content of one
-    token in another's place: or else the audit would not notice misplaced entries in that layer's cache.
-    """
-    if not any(result.caught for result in results):
-        return "no planted fault changed a row of logits"
-    misplacing = {fault.name for fault in faults if fault.misplaces}
-    noticed = {
-        result.layer
-        for result in results
-        if result.name in misplacing and result.outcome in (Outcome.CAUGHT, Outcome.RAISED)
-    }
-    blind = [layer for layer in site.layers_keeping() if layer not in noticed]
-    if blind:
-        return f"nothing misplaced in the cache of layer {', '.join(map(str, blind))} changed a row of logits"
-    return None

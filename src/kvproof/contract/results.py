@@ -402,6 +402,7 @@ class Certificate:
     problem: str | None  #: why nothing showed that the audit can fail, if so
     reached: Reach | None = added_in(1, None)  #: by the audit's programs
     planted_in: Reach | None = added_in(1, None)  #: how far the programs with planted faults go
+    shown_stages: tuple[Stage, ...] = added_in(1, ())  #: what the subject's taps show in a step
 
     def number(self, outcome: Outcome) -> int:
         """Return the number of faults with this outcome."""
