@@ -54,7 +54,8 @@ def misplaced_sentence(certificate: Certificate) -> str | None:
     return (
         f"{len(wrong)} of {len(caught)} caught faults first showed at another stage than theirs, most often "
         f"({num}) at {where or 'the logits'}. This subject's taps show "
-        f"{', '.join(stage.value for stage in shown)}{hides}. So a finding may name a later value than the one that went wrong"
+        f"{', '.join(stage.value for stage in shown)}{hides}. "
+        "So a finding may name a later value than the one that went wrong"
     )
 
 
