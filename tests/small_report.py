@@ -35,6 +35,7 @@ from kvproof.contract.results import (
     NotPlanted,
     Outcome,
     Raise,
+    Reach,
     RowResult,
     ScenarioResult,
     SmallestChange,
@@ -306,6 +307,8 @@ CERTIFICATE = Certificate(
         SmallestChange(dtype="float32", layer=0, tensor="state", position=1, value=None),
     ),
     problem="nothing misplaced in the cache of layer 0 changed a row of logits",
+    reached=Reach(num_tokens=4, block_len=2, num_rows=2),
+    planted_in=Reach(num_tokens=4, block_len=2, num_rows=2),
 )
 
 SPREAD = Spread(

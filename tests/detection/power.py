@@ -71,7 +71,12 @@ def main(names: list[str]) -> None:
         first, second = random_sequences(subject, 16, 0)
         auditor = Auditor(subject)
         auditor.uncached.measure([first, second])
-        certifier = Certifier(auditor.uncached, auditor.tolerance, first, second)
+        audited = [
+            program
+            for program in scenarios(first, second, subject.boundaries)
+            if not program.skipped and program.needs <= set(subject.info.abilities)
+        ]
+        certifier = Certifier(auditor.uncached, auditor.tolerance, first, second, audited)
         certificate = certifier.certificate()
         found[name] = {
             "certificate": to_plain(certificate),

@@ -22,17 +22,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.small_report import CERTIFICATE, REPORT
 from tests.strategies import subjects
 
 from kvproof import ReferenceSubject, Report, Subject, Verdict, audit
 from kvproof._engine.audit import Auditor
 from kvproof._engine.certificate import Certifier
+from kvproof._engine.conclusion import summarise
 from kvproof._engine.prompts import random_sequences
+from kvproof.contract.certified import misplaced_sentence
 from kvproof.contract.codec import from_plain
-from kvproof.contract.results import Certificate, Outcome
+from kvproof.contract.results import Certificate, Outcome, Reach, SmallestChange
+from kvproof.contract.stages import Stage
 from kvproof.faults import catalogue, probe
 from kvproof.reference.corpus import SEQUENCES
-from kvproof.scenarios import Ability, chunked_prefill, token_by_token
+from kvproof.scenarios import Ability, batch_of, chunked_prefill, prefill_and_steps, token_by_token
 
 transformers = pytest.importorskip("transformers")
 
@@ -240,6 +244,87 @@ def test_what_diverges_has_no_certificate_and_a_program_that_fails_by_itself_pla
     certificate = certified(subject, first, second)
     assert "without a fault" in {n.fault: n.reason for n in certificate.not_planted}["state-restarts"]
     assert certificate.problem is None
+
+
+def forgetful(num_tokens: int | None) -> TransformersSubject:
+    """Return a model of one layer whose attention adds nothing from a position on."""
+
+    def forget(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        shown = (kwargs["position_ids"] < num_tokens).unsqueeze(-1)
+        return output[0] * shown, *output[1:]
+
+    def change(llama: torch.nn.Module) -> None:
+        attention = llama.get_submodule("model.layers.0.self_attn")
+        if num_tokens is not None:
+            attention.register_forward_hook(forget, with_kwargs=True)
+
+    return small(change, num_hidden_layers=1)
+
+
+def far_audit(subject: Subject) -> Report:
+    """Audit 40 tokens in a row, a block of 15 on a warm cache, and a batch of three rows."""
+    a, b = random_sequences(subject, 40, 0)
+    rows = batch_of("batch", "rows that affect each other", (a[:8], b[:8], b[8:16]), (a[8:10], b[:2], a[:2]))
+    return audit(
+        subject, [prefill_and_steps(a, 38), chunked_prefill(a, 15), rows], all_values=False, certificate=True
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [None, 30], ids=["attention everywhere", "no attention from token 30 on"])
+def test_faults_are_planted_as_far_as_the_audit_went(num_tokens: int | None):
+    """In 16 tokens and one row alone, what hides the cache of longer sequences went unnoticed."""
+    certificate = far_audit(forgetful(num_tokens)).certificate
+    assert certificate is not None
+    assert certificate.reached == Reach(num_tokens=40, block_len=15, num_rows=3)
+    assert certificate.planted_in is not None
+    assert certificate.planted_in.num_tokens == 40
+    assert certificate.planted_in.block_len == 15
+    assert certificate.planted_in.num_rows == 3
+    stale = {(m.position, m.batch_row): m.outcome for m in certificate.faults if m.name == "stale-slot"}
+    far = Outcome.CAUGHT if num_tokens is None else Outcome.HIDDEN
+    near = dict.fromkeys([(2, None), (12, None), (12, 2)], Outcome.CAUGHT)
+    assert stale == {**near, (37, None): far}
+
+
+@pytest.mark.parametrize("num_tokens", [None, 30], ids=["attention everywhere", "no attention from token 30 on"])
+def test_a_pass_names_the_faults_that_no_row_shows(num_tokens: int | None):
+    report = far_audit(forgetful(num_tokens))
+    assert report.verdict.passes
+    assert ("hidden" in report.summary) == (num_tokens is not None)
+    if num_tokens is not None:
+        named = r"; \d+ of \d+ planted faults changed no row \(hidden\): [a-z-]+ after 37 tokens, "
+        assert re.search(named, report.summary)
+
+
+@pytest.mark.parametrize("value", [1e-3, None], ids=["seen", "not seen"])
+def test_a_pass_says_if_no_change_of_an_entry_is_seen_in_the_declared_dtype(value: float | None):
+    change = SmallestChange(dtype="bfloat16", layer=1, tensor="k", position=3, value=value)
+    certificate = dataclasses.replace(CERTIFICATE, faults=CERTIFICATE.faults[:1], smallest_changes=(change,))
+    summary = summarise(Verdict.MATCH, REPORT.scenarios, certificate)
+    is_said = summary.endswith("; in bfloat16 even a doubled key of layer 1 is not seen.")
+    assert is_said == (value is None)
+
+
+@pytest.mark.parametrize("num_wrong", [2, 3], ids=["one in five", "more"])
+def test_many_faults_at_another_stage_are_explained_by_what_the_taps_show(num_wrong: int):
+    right = CERTIFICATE.faults[0]
+    wrong = dataclasses.replace(right, where="logits", right_stage=False)
+    faults = (wrong,) * num_wrong + (right,) * (10 - num_wrong)
+    certificate = dataclasses.replace(CERTIFICATE, faults=faults, shown_stages=(Stage.TOKEN, Stage.LOGITS))
+    sentence = misplaced_sentence(certificate)
+    assert (sentence is None) == (num_wrong == 2)
+    if sentence is not None:
+        assert sentence.startswith("3 of 10 caught faults first showed at another stage than theirs")
+        assert "taps show token, logits, and not cache_k." in sentence
+
+
+def test_a_fault_in_the_last_row_alone_is_found_in_that_row():
+    certificate = far_audit(forgetful(None)).certificate
+    assert certificate is not None
+    last = {m.name: m for m in certificate.faults if m.batch_row is not None}
+    assert {"stale-slot", "neighbours-row", "position-lags", "token-fed-twice", "stage-skipped"} <= set(last)
+    assert "duplicate-append" not in last  # all rows of a cache have as many entries
+    assert {(m.batch_row, m.outcome, m.right_stage) for m in last.values()} == {(2, Outcome.CAUGHT, True)}
 
 
 def test_planting_leaves_the_subject_as_it_was():

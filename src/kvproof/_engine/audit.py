@@ -1,7 +1,5 @@
 """Audits: run every scenario on the cached path, gather evidence, judge it, and locate what is wrong."""
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvproof._engine.certificate import Certifier
@@ -15,6 +13,7 @@ from kvproof._engine.program_rows import ProgramRows, RowAuditor
 from kvproof._engine.prompts import DEFAULT_LENGTH, programs_for
 from kvproof._engine.rung import Prefix
 from kvproof._engine.rung_proof import longest_causal_pass
+from kvproof._engine.scenario_check import ScenarioCheck, SideResults
 from kvproof._engine.spread import spreads_of
 from kvproof._engine.uncached_rows import Reference, Uncached
 from kvproof._engine.verdict_rules import (
@@ -31,15 +30,13 @@ from kvproof._numerics.gaps import largest
 from kvproof._numerics.tolerances import CONSTANTS, declared_tolerance
 from kvproof._system.machine import environment
 from kvproof._system.pool import check_jobs, default_jobs, map_in_processes
+from kvproof.contract.certified import misplaced_sentence
 from kvproof.contract.report import VERSION, Report
 from kvproof.contract.results import (
     Certificate,
-    Divergence,
-    ErrorRatio,
     FaultResult,
     FourWays,
     Localisation,
-    Raise,
     RowResult,
     ScenarioResult,
     Spread,
@@ -138,77 +135,40 @@ def audit(
         if not keep_partial:
             raise
         partial = True
-    verdict = judge_audit(results, evidence, rung_problem=auditor.uncached.ladder.problem)
+    return _report(auditor, results, fault_results, evidence, partial=partial, is_certified=certificate)
+
+
+def _report(
+    auditor: "Auditor",
+    results: Sequence[ScenarioResult],
+    fault_results: Sequence[FaultResult],
+    evidence: Certificate | None,
+    *,
+    partial: bool,
+    is_certified: bool,
+) -> Report:
+    """Return the report of an audit; ``is_certified`` says whether a certificate was asked for."""
+    problem = auditor.uncached.ladder.problem
+    verdict = judge_audit(results, evidence, rung_problem=problem)
     return Report(
         schema_version=VERSION.major,
         schema_minor=VERSION.minor,
         verdict=verdict,
-        summary=summarise(verdict, results, evidence, auditor.uncached.ladder.problem),
+        summary=summarise(verdict, results, evidence, problem),
         environment=environment(),
         request=None,
-        subject=subject.info,
+        subject=auditor.subject.info,
         tolerance=auditor.tolerance,
         constants=CONSTANTS,
         scenarios=tuple(results),
         faults=tuple(fault_results),
         certificate=evidence,
-        notes=(*auditor.notes(), *((NO_CERTIFICATE,) if verdict.passes and not certificate else ())),
+        notes=(*auditor.notes(), *((NO_CERTIFICATE,) if verdict.passes and not is_certified else ())),
         smallest_bug=smallest_bug(row for result in results if not result.advice for row in result.rows),
         partial=partial,
         spreads=auditor.spreads,
         milestone=None,
     )
-
-
-@dataclasses.dataclass(slots=True)
-class SideResults:
-    """What checking scenarios gives besides their results."""
-
-    #: The first finding, and each fault's.
-    found: dict[Fault | None, tuple[Scenario, Divergence]] = dataclasses.field(default_factory=dict)
-    without_exact: dict[str, str] = dataclasses.field(default_factory=dict)  #: why, by scenario
-    made: Counter[str] = dataclasses.field(default_factory=Counter)  #: by all random programs together
-
-    def __iadd__(self, later: "SideResults") -> "SideResults":
-        self.found = later.found | self.found
-        self.without_exact |= later.without_exact
-        self.made += later.made
-        return self
-
-
-@dataclasses.dataclass(slots=True)
-class _Check:
-    """What the programs of one scenario have shown so far."""
-
-    rows: list[RowResult] = dataclasses.field(default_factory=list)
-    num_values: int = 0
-    errors: ErrorRatio | None = None
-    divergence: Divergence | None = None
-    four_ways: FourWays | None = None
-    raised: Raise | None = None  #: the first time that the cached path raised
-    undecided: str | None = None  #: why a program could not be run to its end, where that proves nothing
-    unreached: str | None = None  #: what a program was meant to reach or do, and did not
-
-    def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
-        """Return the scenario's result; ``is_proof`` says that a wrong value on the way is a bug by itself."""
-        verdict = judge_scenario(
-            self.rows,
-            errors=self.errors,
-            wrong_value=is_proof and self.divergence is not None,
-            raised=self.raised is not None,
-            undecided=self.undecided is not None,
-            unreached=self.unreached is not None,
-        )
-        reasons = [reason for reason in (self.undecided, self.unreached) if reason is not None]
-        return dataclasses.replace(
-            scenario_result(scenario.name, verdict, tuple(self.rows), reason="; ".join(reasons) or None),
-            advice=scenario.advice,
-            num_values_compared=self.num_values,
-            divergence=self.divergence,
-            four_ways=self.four_ways,
-            errors=self.errors,
-            raised=self.raised,
-        )
 
 
 class Auditor:
@@ -234,6 +194,7 @@ class Auditor:
         self.rows = RowAuditor(self.uncached, self.tolerance)
         self.all_values = all_values
         self._uncertified: str | None = None
+        self._misplaced: str | None = None
         self._side = SideResults()
         self.spreads: tuple[Spread, ...] = ()
 
@@ -318,7 +279,7 @@ class Auditor:
         why_not = self._why_not(programs)
         if why_not is not None:
             return empty_result(scenario.name, Verdict.NOT_CHECKED, why_not, advice=scenario.advice)
-        check, is_prepared = _Check(), self._prepare(programs) is None
+        check, is_prepared = ScenarioCheck(), self._prepare(programs) is None
         for program in programs:
             problem = None if is_prepared else self._prepare([program])
             if problem is not None:
@@ -367,11 +328,14 @@ class Auditor:
             self._uncertified = f"it takes {_SHORTEST_CERTIFIED} tokens in a row"
             return None
         try:
-            certifier = Certifier(self.uncached, self.tolerance, sequence, other)
-            return certifier.certificate(on_part, self.jobs)
+            run = [program for program in programs if self._why_not([program]) is None and not program.advice]
+            certifier = Certifier(self.uncached, self.tolerance, sequence, other, run)
+            certificate = certifier.certificate(on_part, self.jobs)
         except SubjectError as error:
             self._uncertified = str(error).splitlines()[0]
             return None
+        self._misplaced = misplaced_sentence(certificate)
+        return certificate
 
     def add_spreads(self, programs: Sequence[Scenario], results: Sequence[ScenarioResult]) -> None:
         """Record how the first finding, or else a program without one, and each fault spread."""
@@ -383,6 +347,8 @@ class Auditor:
         yield from self.uncached.ladder.notes()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
+        if self._misplaced is not None:
+            yield self._misplaced
         for name, reason in self._side.without_exact.items():
             yield f"{name} ran without the float64 rung, which raised: {reason}"
         made = self._side.made
@@ -427,7 +393,7 @@ class Auditor:
         """Whether a value that differs on the way is a bug, and not what rounding may do."""
         return self.uncached.ladder.is_exact
 
-    def _locate(self, check: _Check, fault: Fault | None, judged: ProgramRows) -> None:
+    def _locate(self, check: ScenarioCheck, fault: Fault | None, judged: ProgramRows) -> None:
         """Look for the first wrong value and the wrong side; of the first program that shows one, and no more."""
         program, number = judged.program, judged.worst
         if not judged.rows and judged.coverage.failed is not None:

@@ -1,9 +1,10 @@
 """The certificate: deliberate faults on this subject and these tokens, and which of them the audit sees.
 
 A check that never rejects a broken cache is weak evidence. So every fault of the catalogue is planted in every
-place that the subject offers, in short programs of its own. Each row is compared with the same uncached row,
-within the same limit, as in the audit. Uncached values are computed once for all programs, and a run ends as soon
-as both a row and a value on the way differ.
+place that the subject offers, in short programs of its own. It is planted again as far as the audit's programs
+went: at the end of the longest sequence, in the largest block on a warm cache, and in the last row of the largest
+batch. Each row is compared with the same uncached row, within the same limit, as in the audit. Uncached values
+are computed once for all programs, and a run ends as soon as both a row and a value on the way differ.
 """
 
 import dataclasses
@@ -17,23 +18,41 @@ import torch
 from kvproof._engine.calls import Layout, TracedCall
 from kvproof._engine.localise import AgainstTheRun, compared, traced_calls
 from kvproof._engine.programs import Row, run_program
+from kvproof._engine.reach import largest_block, reach_of
 from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
-from kvproof._engine.verdict_rules import judge
+from kvproof._engine.verdict_rules import judge, why_vacuous
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_of_rows, largest
 from kvproof._system.pool import map_in_processes
 from kvproof.contract.results import Certificate, FaultResult, NotPlanted, Outcome, SmallestChange, Tolerance
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
-from kvproof.faults import Fault, Place, PlantingSite, catalogue, probe, smallest
+from kvproof.faults import (
+    NUM_STEPS,
+    Carrier,
+    Fault,
+    Place,
+    PlantingSite,
+    block,
+    catalogue,
+    choose_sequences,
+    fits_one_row,
+    in_last_row,
+    probe,
+    smallest,
+)
 from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
 from kvproof.subjects import Session
 
 #: The bisection stops once its bounds are within this factor.
 _FACTOR = 1.4
+#: So many of a sequence's tokens come after a fault's late place.
+_AFTER = 4
+#: Where each prefix is run on its own, sequences have at most so many tokens: noise takes a run of every prefix.
+_MOST_LITERAL = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +62,7 @@ class _Trial:
     gap: float  #: relative to the row's scale: the first one beyond the limit, or the largest one
     differs: bool
     site: Site | None
+    batch_row: int | None = None  #: in which the site's value differs
     reason: str | None
 
 
@@ -59,12 +79,24 @@ class _Part:
 class Certifier:
     """Plants faults in one subject, at its highest rung."""
 
-    def __init__(self, uncached: Uncached, tolerance: Tolerance, sequence: Prefix, other: Prefix) -> None:
+    def __init__(
+        self,
+        uncached: Uncached,
+        tolerance: Tolerance,
+        sequence: Prefix,
+        other: Prefix,
+        audited: Sequence[Scenario] = (),
+    ) -> None:
         self.uncached = uncached
         self._evidence = RowEvidence(uncached.declared.subject, tolerance, uncached)
         self.rung: Rung = uncached.exact or uncached.top or uncached.declared
         self.site = probe(self.rung.subject, sequence, other)
-        self.programs: dict[tuple[str, int], Scenario] = {}
+        self.reached = reach_of(audited) if audited else None
+        max_tokens = 2**62 if uncached.reference == "one-pass" else _MOST_LITERAL
+        longest = choose_sequences(audited, max_tokens)
+        is_longer = len(longest[0]) > len(sequence)
+        self.far = probe(self.rung.subject, *longest) if is_longer else self.site  #: the longest sequences
+        self.programs: dict[tuple[Carrier, int, int], Scenario] = {}
         self.runs: UncachedRuns = LiteralRuns(self.rung.subject)
         self._clean: dict[Scenario, _Trial] = {}
         self._prompts: dict[tuple[Rung, Extend, int, frozenset[Ability]], Session] = {}
@@ -110,7 +142,14 @@ class Certifier:
             clean_gap=clean,
             margin=min(caught) / max(clean, 2.0**-53) if caught else None,
             smallest_changes=tuple(part.change for part in reversed(parts) if part.change is not None),
-            problem=_problem(results, faults, self.site),
+            problem=why_vacuous(
+                results,
+                misplacing={fault.name for fault in faults if fault.misplaces},
+                keeping=self.site.layers_keeping(),
+            ),
+            reached=self.reached,
+            planted_in=reach_of(self.programs.values()),
+            shown_stages=tuple(dict.fromkeys(site.stage for site in self.site.shown)),
         )
 
     def _results(self, placed: Sequence[Fault]) -> _Part:
@@ -125,11 +164,29 @@ class Certifier:
 
     def _in_places(self, fault: Fault) -> Iterator[Fault]:
         """Yield a fault of the catalogue in each place to plant it."""
-        late = max(2, len(self.site.sequence) - 4)
-        for number, layer in enumerate(fault.layers(self.site) if fault.layers is not None else ()):
+        if fault.layers is None:
+            return
+        late = _late(self.site)
+        for number, layer in enumerate(fault.layers(self.site)):
             # One layer is enough to see what is special about a short prompt.
             for position in dict.fromkeys((2, late) if number == 0 and not fault.fills_window else (late,)):
                 yield dataclasses.replace(fault, place=Place(layer=layer, position=position, site=self.site))
+        yield from self._far_away(fault)
+
+    def _far_away(self, fault: Fault) -> Iterator[Fault]:
+        """Yield a fault in the places that are as far as the audit's programs went."""
+        if self.reached is None or fault.layers is None:
+            return
+        after = max(NUM_STEPS, self.reached.block_len if fault.program is block else 0)
+        position = max(2, len(self.far.sequence) - after)
+        if self.far is not self.site or position < _late(self.site):
+            for layer in fault.layers(self.far):
+                yield dataclasses.replace(fault, place=Place(layer=layer, position=position, site=self.far))
+        is_able = Ability.BATCH in self.rung.subject.info.abilities
+        if is_able and self.reached.num_rows > 1 and fits_one_row(fault):
+            for layer in list(fault.layers(self.site))[-1:]:
+                place = Place(layer=layer, position=_late(self.site), site=self.site)
+                yield in_last_row(dataclasses.replace(fault, place=place), self.reached.num_rows)
 
     def _reason_against(self, fault: Fault, placed: Sequence[Fault]) -> str | None:
         """Return why a fault cannot be planted, or None."""
@@ -142,10 +199,10 @@ class Certifier:
 
     def _program(self, fault: Fault) -> Scenario:
         """Return the program in which a fault is planted, one object for all faults that share it."""
-        position = fault.place.known_position
-        key = (fault.program.__name__, position)
+        position, site = fault.place.known_position, fault.place.known_site
+        key = (fault.program, position, len(site.sequence))
         if key not in self.programs:
-            self.programs[key] = fault.program(self.site.sequence, self.site.other, position)
+            self.programs[key] = fault.program(site.sequence, site.other, position)
         return self.programs[key]
 
     def _num_operations(self, placed: Sequence[Fault]) -> int:
@@ -191,6 +248,8 @@ class Certifier:
             outcome = Outcome.CAUGHT
         else:
             outcome = Outcome.EQUIVALENT if trial.site is None else Outcome.HIDDEN
+        row = fault.place.batch_row
+        is_right = trial.site is not None and fault.must_show_at(trial.site.stage, trial.site.layer)
         return FaultResult(
             name=fault.name,
             breaks=fault.breaks,
@@ -199,7 +258,7 @@ class Certifier:
             position=fault.place.position,
             outcome=outcome,
             where=None if trial.site is None else str(trial.site),
-            right_stage=None if trial.site is None else fault.must_show_at(trial.site.stage, trial.site.layer),
+            right_stage=None if trial.site is None else is_right and row in (None, trial.batch_row),
             gap=trial.gap,
             reason=trial.reason,
             verdict=None,
@@ -208,6 +267,8 @@ class Certifier:
             num_rows_beyond=None,
             margin=None,
             divergence=None,
+            batch_row=row,
+            block_len=largest_block(self._program(fault)),
         )
 
     def _trial(self, fault: Fault) -> _Trial:
@@ -230,8 +291,14 @@ class Certifier:
                     break
         except KvproofError as error:
             reason = str(error).splitlines()[0]
-        site = None if first is None else first.comparison.site
-        return _Trial(gap=gap, differs=differs, site=site, reason=None if differs else reason)
+        where = None if first is None else first.comparison
+        return _Trial(
+            gap=gap,
+            differs=differs,
+            site=None if where is None else where.site,
+            batch_row=None if where is None else where.token.batch_row,
+            reason=None if differs else reason,
+        )
 
     def _prompted(self, rung: Rung, program: Scenario) -> Session | None:
         """Return a session that has run the program's prompt, the same for all faults."""
@@ -251,7 +318,7 @@ class Certifier:
         if entry is None:
             return None
         layer, tensor = entry
-        place = Place(layer=layer, position=max(2, len(self.site.sequence) - 4), site=self.site)
+        place = Place(layer=layer, position=_late(self.site), site=self.site)
         program = smallest.program(place)
         is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
 
@@ -279,6 +346,11 @@ class Certifier:
         return not judge(self._evidence.in_declared_dtype(row, truth))[0].passes
 
 
+def _late(site: PlantingSite) -> int:
+    """Return a late place in a site's sequence, after which there is room for a fault to show."""
+    return max(2, len(site.sequence) - _AFTER)
+
+
 def _bisect(seen: Callable[[float], bool], least: float) -> float | None:
     """Return the smallest change that is seen, between ``least``, below which no value changes, and 1."""
     low, high = math.log10(least), 0.0
@@ -288,23 +360,3 @@ def _bisect(seen: Callable[[float], bool], least: float) -> float | None:
         middle = (low + high) / 2
         low, high = (low, middle) if seen(10.0**middle) else (middle, high)
     return float(10.0**high)
-
-
-def _problem(results: Sequence[FaultResult], faults: Sequence[Fault], site: PlantingSite) -> str | None:
-    """Return why the audit could not be shown able to fail, or None.
-
-    Some fault must be caught, and in every layer that keeps anything, a fault that puts the content of one
-    token in another's place: or else the audit would not notice misplaced entries in that layer's cache.
-    """
-    if not any(result.caught for result in results):
-        return "no planted fault changed a row of logits"
-    misplacing = {fault.name for fault in faults if fault.misplaces}
-    noticed = {
-        result.layer
-        for result in results
-        if result.name in misplacing and result.outcome in (Outcome.CAUGHT, Outcome.RAISED)
-    }
-    blind = [layer for layer in site.layers_keeping() if layer not in noticed]
-    if blind:
-        return f"nothing misplaced in the cache of layer {', '.join(map(str, blind))} changed a row of logits"
-    return None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvproof._engine.verdict_rules import CAUSALITY, DETERMINISM, are_too_large
 from kvproof._numerics.gaps import largest
+from kvproof.contract.certified import unseen_sentence
 from kvproof.contract.results import Certificate, ErrorRatio, RowResult, ScenarioResult, Verdict
 from kvproof.contract.sentences import raise_sentence
 
@@ -46,6 +47,8 @@ def summarise(
     if rung_problem is not None:
         return f"Could not decide: {rung_problem}. Without it, {text}."
     if verdict.passes:
+        unseen = None if certificate is None else unseen_sentence(certificate)
+        text += "" if unseen is None else f"; {unseen}"
         return f"The cached path computes the same logits as the uncached one: {text}."
     if certificate is not None and certificate.problem is not None:
         return f"Could not decide: {text}, but {certificate.problem}."

@@ -7,7 +7,7 @@ worth gathering. Every threshold stands here or on the constants' page, `kvproof
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -35,6 +35,8 @@ from kvproof.contract.results import (
     ErrorRatio,
     Evidence,
     ExactEvidence,
+    FaultResult,
+    Outcome,
     RowResult,
     ScenarioResult,
     TruthEvidence,
@@ -415,6 +417,26 @@ def judge_audit(
     if rung_problem is not None:
         verdicts.append(Verdict.INCONCLUSIVE)
     return worst(verdicts)
+
+
+def why_vacuous(
+    results: Sequence[FaultResult], *, misplacing: Collection[str], keeping: Iterable[int]
+) -> str | None:
+    """Return why planted faults could not show that the audit can fail, or None.
+
+    Some fault must be caught, and in each layer of ``keeping``, one of ``misplacing``, the faults that put the
+    content of one token in another's place: or else the audit would not notice misplaced entries in that layer's
+    cache. Any other fault that is hidden does not make the audit vacuous: rows showed what others did to the same
+    layer. The summary names it.
+    """
+    if not any(result.caught for result in results):
+        return "no planted fault changed a row of logits"
+    seen = (Outcome.CAUGHT, Outcome.RAISED)
+    noticed = {result.layer for result in results if result.name in misplacing and result.outcome in seen}
+    blind = [layer for layer in keeping if layer not in noticed]
+    if blind:
+        return f"nothing misplaced in the cache of layer {', '.join(map(str, blind))} changed a row of logits"
+    return None
 
 
 def explained_error(evidence: Evidence) -> float:

@@ -353,6 +353,8 @@ class FaultResult:
     num_rows_beyond: int | None  #: rows whose gap exceeds the tolerance
     margin: float | None  #: largest faulty gap ÷ largest clean gap
     divergence: Divergence | None
+    batch_row: int | None = added_in(1, None)  #: the only row of the batch that is broken; None for all of them
+    block_len: int | None = added_in(1, None)  #: the most tokens that one call feeds to the warm cache
 
     @property
     def caught(self) -> bool:
@@ -380,6 +382,15 @@ class SmallestChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far programs go."""
+
+    num_tokens: int  #: of the longest sequence
+    block_len: int  #: the most tokens in one call on a warm cache
+    num_rows: int  #: of the largest batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """The evidence that this audit, on this subject, can fail."""
 
@@ -391,6 +402,9 @@ class Certificate:
     margin: float | None  #: the smallest gap that was caught ÷ the largest clean one
     smallest_changes: tuple[SmallestChange, ...]
     problem: str | None  #: why nothing showed that the audit can fail, if so
+    reached: Reach | None = added_in(1, None)  #: by the audit's programs
+    planted_in: Reach | None = added_in(1, None)  #: how far the programs with planted faults go
+    shown_stages: tuple[Stage, ...] = added_in(1, ())  #: what the subject's taps show in a step
 
     def number(self, outcome: Outcome) -> int:
         """Return the number of faults with this outcome."""

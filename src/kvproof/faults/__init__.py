@@ -9,6 +9,8 @@ decoders that show their stages, as the reference system's does.
 from kvproof.errors import UsageError
 from kvproof.faults import _in_caches, _in_calls, smallest
 from kvproof.faults._base import Fault, Planting, choose_place, choose_sequences, plant
+from kvproof.faults._carriers import NUM_STEPS, Carrier, block
+from kvproof.faults._in_rows import fits_one_row, in_last_row
 from kvproof.faults._in_stages import (
     cancelling_pair,
     disturbed,
@@ -48,16 +50,21 @@ def find(name: str) -> Fault:
 
 
 __all__ = [
+    "NUM_STEPS",
+    "Carrier",
     "Fault",
     "Place",
     "Planting",
     "PlantingSite",
+    "block",
     "cancelling_pair",
     "catalogue",
     "choose_place",
     "choose_sequences",
     "disturbed",
     "find",
+    "fits_one_row",
+    "in_last_row",
     "mask_off_by_one",
     "plant",
     "position_off_by_one",

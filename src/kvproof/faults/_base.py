@@ -152,13 +152,15 @@ def choose_place(fault: Fault, subject: Subject, programs: Iterable[Scenario]) -
     return dataclasses.replace(fault, place=Place(layer=layer, position=position, site=site))
 
 
-def choose_sequences(programs: Iterable[Scenario]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two sequences of one length, at most `MAX_TOKENS`, from these programs.
+def choose_sequences(
+    programs: Iterable[Scenario], max_tokens: int = MAX_TOKENS
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return two sequences of one length, at most ``max_tokens``, from these programs.
 
     The second one starts with another token. Where no sequence does, it is the first one backwards.
     """
     sequences = {sequence for program in programs for sequence in longest_sequences(program)}
     longest = max(sequences, key=lambda sequence: (len(sequence), sequence), default=())
-    length = min(len(longest), MAX_TOKENS)
+    length = min(len(longest), max_tokens)
     others = [s[:length] for s in sequences if len(s) >= length and s[0] != longest[0]]
     return longest[:length], min(others, default=longest[:length][::-1])

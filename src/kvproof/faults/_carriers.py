@@ -1,6 +1,7 @@
 """The short programs in which the certificate plants faults: a prompt of ``position`` tokens, then more."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from kvproof.scenarios import Ability, Crop, Extend, Fork, Open, Operation, Reorder, Reset, Scenario
 
@@ -8,22 +9,39 @@ from kvproof.scenarios import Ability, Crop, Extend, Fork, Open, Operation, Reor
 Carrier = Callable[[Sequence[int], Sequence[int], int], Scenario]
 
 #: How many tokens follow the prompt one by one: a fault that has not shown by then is hidden.
-_NUM_STEPS = 3
+NUM_STEPS = 3
 
 
 def steps(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     """Step after a prompt."""
-    return _program("steps", _fed(a[:position], *_each(a[position : position + _NUM_STEPS])))
+    return _program("steps", _fed(a[:position], *_each(a[position : position + NUM_STEPS])))
 
 
 def block(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
-    """Feed a block on the warm cache."""
-    return _program("block", _fed(a[:position], a[position : position + _NUM_STEPS]))
+    """Feed the rest in one block on the warm cache."""
+    return _program("block", _fed(a[:position], a[position:]))
 
 
 def batch(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     """Step two rows of the same length."""
     return _rows("batch", (a[:position], b[:position]), a, b, position)
+
+
+@cache
+def rows_of(num_rows: int) -> Carrier:
+    """Return the program that steps so many rows of the same length, each of other tokens."""
+
+    def rows(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+        sequences = [tuple(a), tuple(b)]
+        sequences += [(*s[n:], *s[:n]) for n in range(1, num_rows // 2 + 1) for s in sequences[:2]]
+        ends = [position, *range(position + 1, min(position + 3, len(a) + 1))]
+        more: list[Operation] = [
+            Extend(ids=tuple(row[start:end] for row in sequences[:num_rows]))
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        return _program(f"{num_rows} rows", more, Ability.BATCH, batch=num_rows)
+
+    return rows
 
 
 def padded(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:

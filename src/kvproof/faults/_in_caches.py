@@ -137,7 +137,7 @@ def entry_faults() -> Iterable[Fault]:
         "a batch row keeps its neighbour's entries",
         ("buffer-isolation",),
         _ENTRIES,
-        _in_keys_and_values(lambda value: torch.cat([value[1:2], value[1:]])),
+        _in_keys_and_values(lambda value: torch.cat([value[:-1], value[-2:-1]])),
         program=carriers.batch,
         misplaces=True,
     )

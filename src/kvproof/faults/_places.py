@@ -52,6 +52,7 @@ class Place:
 
     layer: int | None = None  #: None also for a fault outside the layers, or in all of them
     position: int | None = None  #: how many tokens the cache holds when the fault first acts
+    batch_row: int | None = None  #: the only one that is broken; None for all of them
     site: PlantingSite | None = None
 
     @property

@@ -131,6 +131,9 @@ def _matrix(certificate: Certificate) -> _Matrix:
         Outcome.EQUIVALENT: "Changed nothing here",
     }
     tiles += [(words, str(n), "") for outcome, words in others.items() if (n := certificate.number(outcome))]
+    if (planted := certificate.planted_in) is not None:
+        more = f"blocks of up to {planted.block_len}, {planted.num_rows} row{'s' if planted.num_rows > 1 else ''}"
+        tiles.append(("Longest sequence", f"{planted.num_tokens} tokens", more))
     if certificate.margin is not None:
         tiles.append(("Smallest gap caught", number(certificate.margin), "× the largest without a fault"))
     return _Matrix(layers=layers, rows=rows, tiles=tiles)

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text as RichText
 
+from kvproof.contract.certified import reach_sentence
 from kvproof.contract.ledger import MarginVerdict, Step
 from kvproof.contract.milestone import Milestone, RunPair
 from kvproof.contract.report import Report
@@ -279,6 +280,8 @@ def _certificate(certificate: Certificate) -> Iterator[RichText]:
     }
     text += "".join(f"; {num[outcome]} {words}" for outcome, words in others.items() if num[outcome])
     yield Text(f"{text}.")
+    if (reach := reach_sentence(certificate)) is not None:
+        yield Text(reach)
     if certificate.margin is not None:
         yield Text(f"the smallest gap caught is {certificate.margin:.0e} × the largest without a fault")
     for change in certificate.smallest_changes:
