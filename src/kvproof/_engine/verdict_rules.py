@@ -317,7 +317,8 @@ def may_come_from_tables(evidence: Evidence, unit: float) -> bool:
 def may_come_from_choices(evidence: Evidence) -> bool:
     """Return whether a choice of experts may have moved a row: float64 agrees, and its dtype alone is off."""
     verdict, _ = judge(evidence)
-    if verdict not in (Verdict.ROUNDING, Verdict.DIVERGED) or not math.isfinite(evidence.gap):
+    undecided = (Verdict.ROUNDING, Verdict.INCONCLUSIVE, Verdict.DIVERGED)
+    if verdict not in undecided or not math.isfinite(evidence.gap):
         return False
     exact = evidence.exact
     return exact is not None and exact.cached_error is not None and _is_clean(evidence)
