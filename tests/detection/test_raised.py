@@ -409,7 +409,7 @@ def test_it_is_worse_than_inconclusive_and_better_than_a_divergence():
     undecided = audit(CallableSubject(raises_at(6), no_warm_blocks, name="full"), [BLOCKS])
     assert changes(raised, undecided).worse == ("chunked prefill: inconclusive, and now raised",)
     assert changes(raised, undecided).exit_status == 6
-    assert changes(undecided, raised).worse == ()
+    assert not any("chunked prefill" in line for line in changes(undecided, raised).worse)
 
 
 def test_a_report_with_it_reads_back_equal_and_holds_text_alone(tmp_path: Path):

@@ -157,8 +157,10 @@ class Ladder:
         if self.dtype != name_of(TOP_RUNG):
             return assumed
         if inside.unseen is not None:
-            # Ways that agree to float64's unit may hold a float32 result all the same: it rounds alike in all.
-            return unit / 2 if noise_of_all_ways(top, sequence) <= FLOAT64_NOISE.value else assumed
+            # Ways that agree to the unit of float64 may hold a float32 result: it rounds alike in all. And
+            # what parts them by more than float32 could do is no rounding.
+            noise = noise_of_all_ways(top, sequence)
+            return unit / 2 if not FLOAT64_NOISE.value < noise <= assumed else assumed
         return inner_rounding(top, sequence) if inside.lowered else 0.0
 
     def _is_near(self, exact: Rung, sequence: Prefix) -> bool:
