@@ -183,7 +183,8 @@ class _Check:
 
     def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
         """Return the scenario's result; ``is_proof`` says that a wrong value on the way is a bug by itself."""
-        errors = None if scenario.cache is CacheKind.QUANTISED else errors_together(self.rows)
+        evidence = (row.evidence for row in self.rows)
+        errors = None if scenario.cache is CacheKind.QUANTISED else errors_together(evidence)
         verdict = judge_scenario(
             self.rows,
             errors=errors,

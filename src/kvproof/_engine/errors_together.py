@@ -6,11 +6,11 @@ to a few parts in a hundred, and the two are of a size where nothing is wrong.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
-from kvproof.contract.results import ErrorRatio, RowResult
+from kvproof.contract.results import ErrorRatio, Evidence
 
 #: Fewer rows say nothing of their spread.
 FEWEST_ROWS = 8
@@ -18,17 +18,17 @@ FEWEST_ROWS = 8
 _RESAMPLES, _LOWEST = 400, 2
 
 
-def errors_together(rows: Sequence[RowResult]) -> ErrorRatio | None:
-    """Return the errors of a scenario's rows together, or None where too few have any.
+def errors_together(rows: Iterable[Evidence]) -> ErrorRatio | None:
+    """Return the errors of rows together, by their evidence, or None where too few have any.
 
     Rows that a choice of experts moved, and those whose tables were rounded, are left out.
     """
     pairs = []
     for row in rows:
-        exact = row.evidence.exact or row.evidence.truth
+        exact = row.exact or row.truth
         if exact is None or exact.uncached_rms is None or exact.cached_rms is None:
             continue
-        if row.evidence.choices is None and not row.evidence.rounded_tables:
+        if row.choices is None and not row.rounded_tables:
             pairs.append((exact.uncached_rms, exact.cached_rms))
     pairs = [pair for pair in pairs if all(map(math.isfinite, pair)) and min(pair) > 0]
     if len(pairs) < FEWEST_ROWS:
