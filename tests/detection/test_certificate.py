@@ -360,6 +360,32 @@ def test_enough_rows_show_a_change_that_few_rows_hide(subject: ReferenceSubject,
     assert by_many < 2e-4
 
 
+@pytest.mark.parametrize("is_broken", [False, True], ids=["sound", "wrong steps from position 30 on"])
+def test_where_the_program_fails_without_a_fault_nothing_is_planted_and_that_is_said(is_broken: bool):
+    """The places near the start are kept: what is shown there does not depend on what fails later."""
+
+    def double(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        positions = kwargs["position_ids"]
+        is_step = positions.shape[1] == 1 and int(positions.min()) >= 30
+        return output[0] * (2 if is_step and is_broken else 1), *output[1:]
+
+    def change(llama: torch.nn.Module) -> None:
+        llama.get_submodule("model.layers.0.self_attn").register_forward_hook(double, with_kwargs=True)
+
+    subject = small(change, num_hidden_layers=1)
+    first, second = random_sequences(subject, 40, 0)
+    auditor = Auditor(subject)
+    auditor.uncached.measure([first, second])
+    audited = [prefill_and_steps(first, 38)]
+    certifier = Certifier(auditor.uncached, auditor.tolerance, first[:16], second[:16], audited)
+    certificate = certifier.certificate()
+    positions = {m.position for m in certificate.faults if m.name == "stale-slot"}
+    assert positions == ({2, 12} if is_broken else {2, 12, 37})
+    reasons = [n.reason for n in certificate.not_planted if n.fault == "stale-slot"]
+    said = ["after 37 tokens its program fails without a fault: its rows differ all the same"]
+    assert reasons == (said if is_broken else [])
+
+
 def test_a_fault_in_the_last_row_alone_is_found_in_that_row():
     certificate = far_audit(forgetful(None)).certificate
     assert certificate is not None

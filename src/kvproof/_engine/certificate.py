@@ -20,7 +20,7 @@ from kvproof._engine.calls import Layout, TracedCall
 from kvproof._engine.errors_together import FEWEST_ROWS, errors_together
 from kvproof._engine.localise import AgainstTheRun, compared, traced_calls
 from kvproof._engine.programs import Row, run_program
-from kvproof._engine.reach import largest_block, reach_of
+from kvproof._engine.reach import furthest, largest_block, reach_of
 from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
@@ -35,6 +35,7 @@ from kvproof.contract.results import (
     FaultResult,
     NotPlanted,
     Outcome,
+    Reach,
     SmallestChange,
     SmallestStep,
     Tolerance,
@@ -64,7 +65,7 @@ _FACTOR = 1.4
 #: So many of a sequence's tokens come after a fault's late place.
 _AFTER = 4
 #: Where each prefix is run on its own, sequences have at most so many tokens: noise takes a run of every prefix.
-_MOST_LITERAL = 64
+_MOST_LITERAL = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,8 @@ class _Part:
     results: tuple[FaultResult, ...] = ()
     not_planted: tuple[NotPlanted, ...] = ()
     clean_gap: float = 0.0  #: of the fault's programs without it
+    #: of the programs in which it was planted
+    reach: Reach = dataclasses.field(default_factory=lambda: furthest(()))
 
 
 class Certifier:
@@ -166,20 +169,31 @@ class Certifier:
                 keeping=self.site.layers_keeping(),
             ),
             reached=self.reached,
-            planted_in=reach_of(self.programs.values()),
+            planted_in=furthest(part.reach for part in parts),
             smallest_steps=_exact_first(step for part in parts for step in part.steps),
             shown_stages=tuple(dict.fromkeys(site.stage for site in self.site.shown)),
         )
 
     def _results(self, placed: Sequence[Fault]) -> _Part:
-        """Plant one fault in each of its places, unless one of its programs fails without it."""
+        """Plant one fault in each of its places, except where its program fails without it."""
         trials = [self._clean_trial(self._program(fault)) for fault in placed]
-        clean = largest(trial.gap for trial in trials if trial.reason is None)
-        reason = next((trial.reason for trial in trials if trial.reason is not None), None)
-        if reason is not None:
-            reason = f"its program fails without a fault: {reason}"
-            return _Part(not_planted=(NotPlanted(fault=placed[0].name, reason=reason),), clean_gap=clean)
-        return _Part(results=tuple(map(self._result, placed)), clean_gap=clean)
+        sound = [fault for fault, trial in zip(placed, trials, strict=True) if trial.reason is None]
+        reasons: dict[str, int] = {}  #: with the first position where the program fails
+        for fault, trial in zip(placed, trials, strict=True):
+            if trial.reason is not None:
+                reasons.setdefault(trial.reason, fault.place.known_position)
+        return _Part(
+            results=tuple(map(self._result, sound)),
+            not_planted=tuple(
+                NotPlanted(
+                    fault=placed[0].name,
+                    reason=f"{f'after {at} tokens ' if sound else ''}its program fails without a fault: {reason}",
+                )
+                for reason, at in reasons.items()
+            ),
+            clean_gap=largest(trial.gap for trial in trials if trial.reason is None),
+            reach=reach_of(map(self._program, sound)),
+        )
 
     def _in_places(self, fault: Fault) -> Iterator[Fault]:
         """Yield a fault of the catalogue in each place to plant it."""
