@@ -9,25 +9,37 @@ are computed once for all programs, and a run ends as soon as both a row and a v
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from kvproof._engine.calls import Layout, TracedCall
+from kvproof._engine.errors_together import FEWEST_ROWS, errors_together
 from kvproof._engine.localise import AgainstTheRun, compared, traced_calls
 from kvproof._engine.programs import Row, run_program
-from kvproof._engine.reach import largest_block, reach_of
+from kvproof._engine.reach import furthest, largest_block, reach_of
 from kvproof._engine.row_evidence import RowEvidence
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, UncachedRuns
-from kvproof._engine.verdict_rules import judge, why_vacuous
+from kvproof._engine.verdict_rules import are_too_large, judge, why_vacuous
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import gap_of_rows, largest
 from kvproof._system.pool import map_in_processes
-from kvproof.contract.results import Certificate, FaultResult, NotPlanted, Outcome, SmallestChange, Tolerance
+from kvproof.contract.results import (
+    Certificate,
+    Evidence,
+    FaultResult,
+    NotPlanted,
+    Outcome,
+    Reach,
+    SmallestChange,
+    SmallestStep,
+    Tolerance,
+)
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import KvproofError
 from kvproof.faults import (
@@ -35,6 +47,7 @@ from kvproof.faults import (
     Carrier,
     Fault,
     Place,
+    Planting,
     PlantingSite,
     block,
     catalogue,
@@ -52,7 +65,7 @@ _FACTOR = 1.4
 #: So many of a sequence's tokens come after a fault's late place.
 _AFTER = 4
 #: Where each prefix is run on its own, sequences have at most so many tokens: noise takes a run of every prefix.
-_MOST_LITERAL = 64
+_MOST_LITERAL = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +83,13 @@ class _Trial:
 class _Part:
     """One part of a certificate: the smallest change seen at a rung, or one fault's results in its places."""
 
-    change: SmallestChange | None = None
+    changes: tuple[SmallestChange, ...] = ()
+    steps: tuple[SmallestStep, ...] = ()
     results: tuple[FaultResult, ...] = ()
     not_planted: tuple[NotPlanted, ...] = ()
     clean_gap: float = 0.0  #: of the fault's programs without it
+    #: of the programs in which it was planted
+    reach: Reach = dataclasses.field(default_factory=lambda: furthest(()))
 
 
 class Certifier:
@@ -117,12 +133,17 @@ class Certifier:
         rungs = list(dict.fromkeys((self.uncached.declared, self.rung)))
         planted.sort(key=self._num_operations, reverse=True)  # the longest first, so that no process waits for it
 
-        def run_part(number: int) -> _Part:
-            if number < len(rungs):  # each of these takes longer than any fault
-                return _Part(change=self._smallest_change(rungs[number]))
-            return self._results(planted[number - len(rungs)])
+        changed = [(rung, *entry) for rung in rungs for entry in smallest.entries(self.site)]
 
-        names = [f"smallest change seen in {rung.subject.info.dtype}" for rung in rungs]
+        def run_part(number: int) -> _Part:
+            if number < len(changed):  # each of these takes longer than any fault
+                return self._smallest_change(*changed[number])
+            if number < len(changed) + len(rungs):
+                return _Part(steps=tuple(self._smallest_steps(rungs[number - len(changed)])))
+            return self._results(planted[number - len(changed) - len(rungs)])
+
+        names = [f"smallest change of {name} seen in {rung.subject.info.dtype}" for rung, _, name in changed]
+        names += [f"smallest step seen in {rung.subject.info.dtype}" for rung in rungs]
         names += [f"fault {placed[0].name}" for placed in planted]
         parts: list[_Part] = []
         running = map_in_processes(run_part, len(names), jobs)
@@ -141,26 +162,38 @@ class Certifier:
             not_planted=tuple(sorted(not_planted, key=lambda left_out: order[left_out.fault])),
             clean_gap=clean,
             margin=min(caught) / max(clean, 2.0**-53) if caught else None,
-            smallest_changes=tuple(part.change for part in reversed(parts) if part.change is not None),
+            smallest_changes=_exact_first(change for part in parts for change in part.changes),
             problem=why_vacuous(
                 results,
                 misplacing={fault.name for fault in faults if fault.misplaces},
                 keeping=self.site.layers_keeping(),
             ),
             reached=self.reached,
-            planted_in=reach_of(self.programs.values()),
+            planted_in=furthest(part.reach for part in parts),
+            smallest_steps=_exact_first(step for part in parts for step in part.steps),
             shown_stages=tuple(dict.fromkeys(site.stage for site in self.site.shown)),
         )
 
     def _results(self, placed: Sequence[Fault]) -> _Part:
-        """Plant one fault in each of its places, unless one of its programs fails without it."""
+        """Plant one fault in each of its places, except where its program fails without it."""
         trials = [self._clean_trial(self._program(fault)) for fault in placed]
-        clean = largest(trial.gap for trial in trials if trial.reason is None)
-        reason = next((trial.reason for trial in trials if trial.reason is not None), None)
-        if reason is not None:
-            reason = f"its program fails without a fault: {reason}"
-            return _Part(not_planted=(NotPlanted(fault=placed[0].name, reason=reason),), clean_gap=clean)
-        return _Part(results=tuple(map(self._result, placed)), clean_gap=clean)
+        sound = [fault for fault, trial in zip(placed, trials, strict=True) if trial.reason is None]
+        reasons: dict[str, int] = {}  #: with the first position where the program fails
+        for fault, trial in zip(placed, trials, strict=True):
+            if trial.reason is not None:
+                reasons.setdefault(trial.reason, fault.place.known_position)
+        return _Part(
+            results=tuple(map(self._result, sound)),
+            not_planted=tuple(
+                NotPlanted(
+                    fault=placed[0].name,
+                    reason=f"{f'after {at} tokens ' if sound else ''}its program fails without a fault: {reason}",
+                )
+                for reason, at in reasons.items()
+            ),
+            clean_gap=largest(trial.gap for trial in trials if trial.reason is None),
+            reach=reach_of(map(self._program, sound)),
+        )
 
     def _in_places(self, fault: Fault) -> Iterator[Fault]:
         """Yield a fault of the catalogue in each place to plant it."""
@@ -312,38 +345,69 @@ class Certifier:
             self._prompts[key] = session
         return self._prompts[key]
 
-    def _smallest_change(self, rung: Rung) -> SmallestChange | None:
-        """Find by bisection the smallest change of one entry that shows at a rung; None where none can show."""
-        entry = smallest.entry(self.site)
-        if entry is None:
-            return None
-        layer, tensor = entry
+    def _smallest_change(self, rung: Rung, layer: int, tensor: str) -> _Part:
+        """Find by bisection the smallest change of one entry that shows at a rung; none where none can show."""
         place = Place(layer=layer, position=_late(self.site), site=self.site)
-        program = smallest.program(place)
-        is_wrong = self._is_beyond_limit if rung.subject is self.rung.subject else self._is_beyond_rounding
+        programs = list(smallest.programs(place, self._num_rows(rung)))
 
         def seen(change: float) -> bool:
-            planting = smallest.planting(place, tensor, change)
-            calls = run_program(rung.subject, program, planting, prompted=self._prompted(rung, program))
-            return any(is_wrong(row) for call in calls for row in call.rows)
+            planted = ((program, smallest.planting(at, tensor, change)) for at, program in programs)
+            return self._is_seen(rung, planted)
 
         if seen(0.0):
-            return None  # the rounding of this dtype hides any change
-        return SmallestChange(
+            return _Part()  # the rounding of this dtype hides any change
+        change = SmallestChange(
             dtype=rung.subject.info.dtype,
             layer=layer,
             tensor=tensor,
             position=place.known_position - 1,
             value=_bisect(seen, torch.finfo(dtype_of(rung.subject.info.dtype)).eps / 4),
         )
+        return _Part(changes=(change,))
+
+    def _smallest_steps(self, rung: Rung) -> Iterator[SmallestStep]:
+        """Yield whether positions off by one, and a mask that hides one slot, show at a rung."""
+        for what, fault in smallest.whole_steps(self.site, _late(self.site)):
+            programs = smallest.programs(fault.place, self._num_rows(rung))
+            seen = self._is_seen(rung, ((program, fault.make(at)) for at, program in programs))
+            yield SmallestStep(dtype=rung.subject.info.dtype, what=what, layer=fault.place.layer, seen=seen)
+
+    def _num_rows(self, rung: Rung) -> int:
+        """Return how many rows it takes to judge by: below the highest rung, as many as show their spread."""
+        return 1 if rung.subject is self.rung.subject else FEWEST_ROWS
+
+    def _is_seen(self, rung: Rung, planted: Iterable[tuple[Scenario, Planting]]) -> bool:
+        """Return whether a row of these programs is wrong at a rung, or all of them together are."""
+        evidence: list[Evidence] = []
+        for program, planting in planted:
+            for call in run_program(rung.subject, program, planting, prompted=self._prompted(rung, program)):
+                if rung.subject is self.rung.subject:
+                    if any(map(self._is_beyond_limit, call.rows)):
+                        return True
+                    continue
+                evidence += map(self._in_declared_dtype, call.rows)
+                if any(not judge(row)[0].passes for row in evidence[-len(call.rows) :]):
+                    return True
+        errors = errors_together(evidence)
+        return errors is not None and are_too_large(errors)
 
     def _is_beyond_limit(self, row: Row) -> bool:
         return self.runs.over(row.prefix).logits_differ(len(row.prefix), row.logits)
 
-    def _is_beyond_rounding(self, row: Row) -> bool:
-        """Return whether a row would be wrong in the declared dtype if there were no gap in float64."""
-        truth = self.uncached.row_of(self.rung, row.prefix)
-        return not judge(self._evidence.in_declared_dtype(row, truth))[0].passes
+    def _in_declared_dtype(self, row: Row) -> Evidence:
+        """Return the evidence of a row in the declared dtype as if there were no gap in float64."""
+        return self._evidence.in_declared_dtype(row, self.uncached.row_of(self.rung, row.prefix))
+
+
+_Measured = TypeVar("_Measured", SmallestChange, SmallestStep)
+
+
+def _exact_first(measured: Iterable[_Measured]) -> tuple[_Measured, ...]:
+    """Return what was measured at the declared rung after what was measured at the highest one."""
+    by_dtype: dict[str, list[_Measured]] = {}
+    for each in measured:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    return tuple(each for own in reversed(by_dtype.values()) for each in own)
 
 
 def _late(site: PlantingSite) -> int:

@@ -7,7 +7,7 @@ to a few parts in a hundred, and the two are of a size where nothing is wrong.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from kvproof._engine.verdict_rules import may_be_too_large
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import mean_square_error
 from kvproof._numerics.random_rounding import RandomRounding
-from kvproof.contract.results import ErrorRatio, RowResult
+from kvproof.contract.results import ErrorRatio, Evidence, RowResult
 from kvproof.errors import SubjectError
 from kvproof.faults import Fault, plant
 from kvproof.scenarios import Scenario, longest_sequences
@@ -34,7 +34,7 @@ def measured_errors(
     uncached: Uncached, rows: Sequence[RowResult], programs: Sequence[Scenario], fault: Fault | None
 ) -> ErrorRatio | None:
     """Return the errors of the rows of these programs together, with what random rounding costs if it decides."""
-    errors = errors_together(rows)
+    errors = errors_together(row.evidence for row in rows)
     is_decided = any(not row.verdict.passes for row in rows)
     if errors is None or is_decided or not may_be_too_large(errors):
         return errors
@@ -44,17 +44,17 @@ def measured_errors(
         return errors
 
 
-def errors_together(rows: Sequence[RowResult]) -> ErrorRatio | None:
-    """Return the errors of a scenario's rows together, or None where too few have any.
+def errors_together(rows: Iterable[Evidence]) -> ErrorRatio | None:
+    """Return the errors of rows together, by their evidence, or None where too few have any.
 
     Rows that a choice of experts moved, and those whose tables were rounded, are left out.
     """
     pairs = []
     for row in rows:
-        exact = row.evidence.exact or row.evidence.truth
+        exact = row.exact or row.truth
         if exact is None or exact.uncached_rms is None or exact.cached_rms is None:
             continue
-        if row.evidence.choices is None and not row.evidence.rounded_tables:
+        if row.choices is None and not row.rounded_tables:
             pairs.append((exact.uncached_rms, exact.cached_rms))
     pairs = [pair for pair in pairs if all(map(math.isfinite, pair)) and min(pair) > 0]
     if len(pairs) < FEWEST_ROWS:

@@ -8,11 +8,22 @@ from kvproof.scenarios import Extend, Scenario, longest_sequences, walk
 
 def reach_of(programs: Iterable[Scenario]) -> Reach:
     """Return how far programs go together."""
+    return furthest(
+        Reach(
+            num_tokens=max(map(len, longest_sequences(program)), default=0),
+            block_len=largest_block(program),
+            num_rows=program.batch,
+        )
+        for program in programs
+    )
+
+
+def furthest(reaches: Iterable[Reach]) -> Reach:
+    """Return the largest of each."""
     num_tokens, block_len, num_rows = 0, 0, 0
-    for program in programs:
-        num_tokens = max(num_tokens, *map(len, longest_sequences(program)), 0)
-        num_rows = max(num_rows, program.batch)
-        block_len = max(block_len, largest_block(program))
+    for reach in reaches:
+        num_tokens, block_len = max(num_tokens, reach.num_tokens), max(block_len, reach.block_len)
+        num_rows = max(num_rows, reach.num_rows)
     return Reach(num_tokens=num_tokens, block_len=block_len, num_rows=num_rows)
 
 

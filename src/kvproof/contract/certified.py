@@ -1,8 +1,9 @@
 """What a certificate shows, in sentences."""
 
 from collections import Counter
+from collections.abc import Iterator
 
-from kvproof.contract.results import Certificate, FaultResult, Outcome, SmallestChange
+from kvproof.contract.results import Certificate, FaultResult, Outcome, SmallestChange, SmallestStep
 
 #: A sentence names at most this many faults.
 _MAX_NAMES = 3
@@ -36,7 +37,9 @@ def unseen_sentence(certificate: Certificate) -> str | None:
             f"{', '.join(places[:_MAX_NAMES])}{more}"
         )
     unseen = [change for change in certificate.smallest_changes if change.value is None]
-    parts += [f"in {change.dtype} even a doubled {describe_entry(change)} is not seen" for change in unseen]
+    parts += [f"in {change.dtype} even doubling {describe_entry(change)} is not seen" for change in unseen]
+    steps = (step for step in certificate.smallest_steps if not step.seen)
+    parts += [f"in {step.dtype} {_step(step)}: not seen" for step in steps]
     return "; ".join(parts) or None
 
 
@@ -61,7 +64,21 @@ def misplaced_sentence(certificate: Certificate) -> str | None:
 
 def describe_entry(change: SmallestChange) -> str:
     """Return which entry was changed."""
-    return f"{'key' if change.tensor == 'k' else 'state'} of layer {change.layer}"
+    name = {"k": "newest key", "v": "newest value"}.get(change.tensor, change.tensor)
+    return f"layer {change.layer}'s {name}"
+
+
+def step_sentences(certificate: Certificate) -> Iterator[str]:
+    """Yield, for each dtype, whether the smallest whole steps are seen."""
+    for dtype in dict.fromkeys(step.dtype for step in certificate.smallest_steps):
+        own = (step for step in certificate.smallest_steps if step.dtype == dtype)
+        yield f"in {dtype} alone, " + "; ".join(f"{_step(s)}: {'seen' if s.seen else 'not seen'}" for s in own)
+
+
+def _step(step: SmallestStep) -> str:
+    if step.what == "mask":
+        return f"a mask that hides one slot{'' if step.layer is None else f' of layer {step.layer}'}"
+    return "positions off by one"
 
 
 def _place(result: FaultResult) -> str:

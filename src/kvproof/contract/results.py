@@ -376,9 +376,19 @@ class SmallestChange:
 
     dtype: str
     layer: int
-    tensor: str
+    tensor: str  #: "k", "v", or "state" for a recurrent layer's state
     position: int
     value: float | None  #: None if the audit does not even detect a doubled entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallestStep:
+    """Whether the audit detects the smallest step there is: positions off by 1, or a mask that hides 1 slot."""
+
+    dtype: str
+    what: str  #: "position" or "mask"
+    layer: int | None  #: None for positions, which belong to no layer
+    seen: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,6 +414,7 @@ class Certificate:
     problem: str | None  #: why nothing showed that the audit can fail, if so
     reached: Reach | None = added_in(1, None)  #: by the audit's programs
     planted_in: Reach | None = added_in(1, None)  #: how far the programs with planted faults go
+    smallest_steps: tuple[SmallestStep, ...] = added_in(1, ())
     shown_stages: tuple[Stage, ...] = added_in(1, ())  #: what the subject's taps show in a step
 
     def number(self, outcome: Outcome) -> int:

@@ -17,6 +17,11 @@ def steps(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     return _program("steps", _fed(a[:position], *_each(a[position : position + NUM_STEPS])))
 
 
+def steps_to_end(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
+    """Step over all that follows a prompt."""
+    return _program("steps to the end", _fed(a[:position], *_each(a[position:])))
+
+
 def block(a: Sequence[int], b: Sequence[int], position: int) -> Scenario:
     """Feed the rest in one block on the warm cache."""
     return _program("block", _fed(a[:position], a[position:]))

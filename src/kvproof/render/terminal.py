@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text as RichText
 
-from kvproof.contract.certified import reach_sentence
+from kvproof.contract.certified import describe_entry, reach_sentence, step_sentences
 from kvproof.contract.ledger import MarginVerdict, Step
 from kvproof.contract.milestone import Milestone, RunPair
 from kvproof.contract.report import Report
@@ -286,8 +286,8 @@ def _certificate(certificate: Certificate) -> Iterator[RichText]:
         yield Text(f"the smallest gap caught is {certificate.margin:.0e} × the largest without a fault")
     for change in certificate.smallest_changes:
         seen = "not seen" if change.value is None else f"seen from {change.value:.0e} on"
-        what = "key" if change.tensor == "k" else "state"
-        yield Text(f"a relative change of layer {change.layer}'s newest {what}, in {change.dtype} alone: {seen}")
+        yield Text(f"a relative change of {describe_entry(change)}, in {change.dtype} alone: {seen}")
+    yield from map(Text, step_sentences(certificate))
     if certificate.problem is not None:
         yield Text(f"vacuous: {certificate.problem}", style=_STYLE[Verdict.VACUOUS])
     yield Text()
