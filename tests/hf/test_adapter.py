@@ -13,7 +13,7 @@ from kvproof._numerics.taps import Recorder
 from kvproof.contract.results import ScenarioResult
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import AbilityError, SessionError, SubjectError
-from kvproof.scenarios import Ability, catalogue, chunked_prefill, select, token_by_token
+from kvproof.scenarios import Ability, Generate, catalogue, chunked_prefill, select, token_by_token
 from kvproof.subjects._adapter import LoadOptions
 from kvproof.subjects._targets import load_target
 from kvproof.subjects._transformers import (
@@ -314,15 +314,13 @@ def test_what_a_decoder_raises_is_its_scenario_s_verdict_and_the_other_scenarios
     assert "in broken" in str(raised.traceback)
 
 
-def raise_on_a_warm_cache(subject: TransformersSubject, layer: int, num_more: int = 0) -> None:
-    """Let a layer's attention raise once its cache holds ``num_more`` tokens more than on its first warm call."""
-    held: list[int] = []
+def raise_on_a_warm_cache(subject: TransformersSubject, layer: int, at_least: int = 1) -> None:
+    """Let a layer's attention raise once its cache holds so many tokens."""
 
     def refuse(module: torch.nn.Module, args: Any, options: dict[str, Any]) -> None:
         cache = next((value for name, value in options.items() if name.startswith("past_key_value")), None)
         length = 0 if cache is None else cache.get_seq_length(layer)
-        held.extend([length] if length else [])
-        if length and length >= held[0] + num_more:
+        if length >= at_least:
             raise RuntimeError("no warm cache")
 
     attention = subject.model.model.layers[layer].self_attn
@@ -352,7 +350,10 @@ def test_generate_that_raises_is_said_with_its_forward_and_its_prompt():
     name = "generate greedy"
     subject = subject_of("llama")
     assert audited(subject, name).verdict.passes
-    raise_on_a_warm_cache(subject, layer=1, num_more=1)
+    (program,) = select(catalogue(*random_sequences(subject, LENGTH, seed=1)), only=[name])
+    (operation,) = program.operations
+    assert isinstance(operation, Generate)
+    raise_on_a_warm_cache(subject, layer=1, at_least=1 + len(operation.prompts[0]))
     report = audited(subject, name)
     assert report.verdict is Verdict.RAISED
     raised = of_name(report, name).raised

@@ -14,6 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from tests.small_report import REPORT
 from tests.sweep.samples import cell, group, job, table
+from tests.unit.test_codec import contract_types
 
 from kvproof.contract.codec import to_plain
 from kvproof.contract.ledger import ledger_lines
@@ -119,17 +120,10 @@ def objects_in(plain: Any) -> Iterator[dict[str, Any]]:
 ADDED = {"ledger_minor", "schema_minor"}
 #: Those of a report's types.
 REPORT_ADDED = {
-    "raised",
-    "errors",
-    "smallest_bug",
-    "coarsest_unit",
-    "leak",
-    "truth",
-    "own_error",
-    "uncached_rms",
-    "cached_rms",
-    "inner_rounding",
-    "is_watched",
+    field.name
+    for kind in contract_types(Report)
+    for field in dataclasses.fields(kind)
+    if "added_in" in field.metadata
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvproof._engine.verdict_rules import (
+    are_too_large,
     explained_error,
     is_near_tie,
     judge,
@@ -14,12 +15,22 @@ from kvproof._engine.verdict_rules import (
     margin_with_more_evidence,
     needs_sampling,
 )
-from kvproof._numerics.tolerances import NOISE_FACTOR, ROUNDING_FACTOR, STRUCTURAL_FLOOR
+from kvproof._numerics.tolerances import (
+    HIDDEN_UNITS,
+    MEDIAN_LIMIT,
+    NOISE_FACTOR,
+    RATIO_LIMIT,
+    ROUNDING_FACTOR,
+    STRUCTURAL_FLOOR,
+    UNKNOWN_PART,
+    UNSAMPLED_RATIO,
+)
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.contract.results import (
     ChoiceEvidence,
     ChoiceFlip,
     Comparison,
+    ErrorRatio,
     Evidence,
     ExactEvidence,
     RowResult,
@@ -181,13 +192,94 @@ def test_without_a_top_rung_a_gap_matches_up_to_what_is_allowed():
     assert verdict(**NO_TOP_RUNG | {"gap": above(ALLOWED), "noise": 0.0}) is Verdict.INCONCLUSIVE
 
 
-def test_without_a_top_rung_noise_excuses_up_to_four_times_itself_and_convicts_nothing():
+def test_without_a_top_rung_noise_excuses_up_to_four_times_itself_and_half_the_scale_convicts():
     limit = ROUNDING_FACTOR.value * NOISE
     assert verdict(**NO_TOP_RUNG | {"gap": limit}) is Verdict.ROUNDING
     found, reason = judge(evidence(**NO_TOP_RUNG | {"gap": above(limit)}))
     assert found is Verdict.INCONCLUSIVE
-    assert "no float64" in reason
-    assert verdict(**NO_TOP_RUNG | {"gap": 1e6}) is Verdict.INCONCLUSIVE
+    assert "no more exact run" in reason
+    most = max(UNKNOWN_PART.value * SCALE, NOISE_FACTOR.value * NOISE)
+    assert verdict(**NO_TOP_RUNG | {"gap": most}) is Verdict.INCONCLUSIVE
+    assert verdict(**NO_TOP_RUNG | {"gap": above(most)}) is Verdict.DIVERGED
+
+
+@pytest.mark.parametrize("unit", [2.0**-23, 2.0**-10])
+def test_without_a_top_rung_noise_counts_as_some_units_of_the_coarsest_dtype_inside(unit: float):
+    quiet = dataclasses.replace(evidence(exact=False, noise=0.0), coarsest_unit=unit)
+    limit = NOISE_FACTOR.value * HIDDEN_UNITS.value * unit * SCALE
+    assert judge(dataclasses.replace(quiet, gap=limit))[0] is Verdict.INCONCLUSIVE
+    assert judge(dataclasses.replace(quiet, gap=above(limit)))[0] is Verdict.DIVERGED
+
+
+def inside(rounding: float, **changes: float) -> Evidence:
+    """A row whose float64 run holds results in a lower dtype that may move it so far."""
+    row = evidence(**changes)
+    assert row.exact is not None
+    return dataclasses.replace(row, exact=dataclasses.replace(row.exact, inner_rounding=rounding))
+
+
+def test_what_is_computed_in_a_lower_dtype_inside_excuses_a_little_and_leaves_more_undecided():
+    rounding = 1e-6
+    assert judge(inside(rounding, top_gap=ROUNDING_FACTOR.value * rounding))[0] is Verdict.MATCH
+    found, reason = judge(inside(rounding, top_gap=above(ROUNDING_FACTOR.value * rounding)))
+    assert found is Verdict.INCONCLUSIVE
+    assert "lower dtype inside" in reason
+    assert judge(inside(rounding, top_gap=NOISE_FACTOR.value * rounding))[0] is Verdict.INCONCLUSIVE
+    assert judge(inside(rounding, top_gap=above(NOISE_FACTOR.value * rounding)))[0] is Verdict.DIVERGED
+
+
+def test_a_row_is_held_to_its_own_uncached_error_and_not_to_the_largest():
+    row = evidence(gap=1.0, noise=1.0, cached_error=1.0, uncached_error=1.0)
+    assert row.exact is not None
+    assert judge(row)[0] is Verdict.ROUNDING
+    own = dataclasses.replace(row, exact=dataclasses.replace(row.exact, own_error=0.1))
+    assert judge(own)[0] is Verdict.DIVERGED
+    assert needs_sampling(own)
+    assert judge(dataclasses.replace(own, sampled_error=0.25))[0] is Verdict.ROUNDING
+
+
+def ratio(**changes: Any) -> ErrorRatio:
+    """Errors of all rows that show a lower dtype; changed as told."""
+    shown = {"num_rows": 20, "uncached_rms": 1.0, "cached_rms": 2.0, "ratio": 2.0, "lowest": 1.9, "median": 1.8}
+    return ErrorRatio(**{**shown, "sampled_rms": 1.0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        pytest.param({}, True, id="a lower dtype"),
+        pytest.param({"lowest": RATIO_LIMIT.value}, False, id="too near for the number of rows"),
+        pytest.param({"median": MEDIAN_LIMIT.value}, False, id="a few rows alone"),
+        pytest.param({"sampled_rms": 1.9}, False, id="what the path's own rounding costs"),
+        pytest.param({"sampled_rms": None}, False, id="not sampled, and no factor of its own"),
+        pytest.param({"sampled_rms": None, "lowest": above(UNSAMPLED_RATIO.value)}, True, id="a large factor"),
+    ],
+)
+def test_errors_of_all_rows_together(changes: dict[str, Any], found: bool):
+    assert are_too_large(ratio(**changes)) is found
+    verdict = judge_scenario([], errors=ratio(**changes))
+    assert verdict is (Verdict.DIVERGED if found else Verdict.NOT_CHECKED)
+
+
+@pytest.mark.parametrize(
+    ("leak", "found"),
+    [
+        (0.0, Verdict.MATCH),
+        (ALLOWED, Verdict.MATCH),
+        (above(ALLOWED), Verdict.INCONCLUSIVE),
+        (above(UNKNOWN_PART.value * SCALE), Verdict.DIVERGED),
+        (None, Verdict.NOT_CHECKED),
+    ],
+)
+def test_without_a_top_rung_a_leak_is_told_by_changing_later_tokens_alone(leak: float | None, found: Verdict):
+    row = dataclasses.replace(evidence(exact=False), comparison=Comparison.CAUSALITY, leak=leak)
+    assert judge(row)[0] is found
+
+
+def test_the_same_call_twice_is_undecided_where_its_rows_differ():
+    row = dataclasses.replace(evidence(exact=False, gap=ALLOWED), comparison=Comparison.REPEATED)
+    assert judge(row)[0] is Verdict.MATCH
+    assert judge(dataclasses.replace(row, gap=above(ALLOWED)))[0] is Verdict.INCONCLUSIVE
 
 
 def test_without_a_top_rung_an_infinite_gap_diverges():
@@ -271,7 +363,9 @@ def test_the_gap_of_a_row_that_passes_is_explained_and_that_of_another_is_not():
     assert explained_error(evidence(**row, top_gap=1.0)) == NOISE
     assert explained_error(evidence(**{**row, "uncached_error": 2 * NOISE})) == 2 * NOISE
     assert explained_error(evidence(**row, sampled_error=3 * NOISE)) == 3 * NOISE
-    assert explained_error(evidence(**row, sampled_error=0.25)) == 1.0, "rounding explains all of the gap"
+    near = {**row, "uncached_error": 0.02}
+    assert explained_error(evidence(**near, sampled_error=0.25)) == 1.0, "rounding explains all of the gap"
+    assert explained_error(evidence(**row, sampled_error=0.25)) == 0.25, "samples alone are no evidence"
     assert explained_error(evidence(**row, exact=False)) == NOISE
 
 
