@@ -102,7 +102,7 @@ RAISED = Raise(
 )
 TRUTH = TruthEvidence(uncached_error=1e-6, cached_error=2e-6, uncached_rms=5e-7, cached_rms=1e-6)
 ERRORS = ErrorRatio(
-    num_rows=12, uncached_rms=5e-7, cached_rms=1e-6, ratio=2.0, lowest=1.25, median=1.5, sampled_rms=2e-6
+    num_rows=12, uncached_rms=5e-7, cached_rms=1e-6, ratio=2.0, lowest=1.25, median=1.5, sampled_ratio=1.75
 )
 CHOICES = ChoiceEvidence(
     gap=1e-6,

@@ -241,7 +241,7 @@ def test_a_row_is_held_to_its_own_uncached_error_and_not_to_the_largest():
 def ratio(**changes: Any) -> ErrorRatio:
     """Errors of all rows that show a lower dtype; changed as told."""
     shown = {"num_rows": 20, "uncached_rms": 1.0, "cached_rms": 2.0, "ratio": 2.0, "lowest": 1.9, "median": 1.8}
-    return ErrorRatio(**{**shown, "sampled_rms": 1.0, **changes})
+    return ErrorRatio(**{**shown, "sampled_ratio": 1.0, **changes})
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def ratio(**changes: Any) -> ErrorRatio:
         pytest.param({}, True, id="a lower dtype"),
         pytest.param({"lowest": RATIO_LIMIT.value}, False, id="too near for the number of rows"),
         pytest.param({"median": MEDIAN_LIMIT.value}, False, id="a few rows alone"),
-        pytest.param({"sampled_rms": 1.9}, False, id="what the path's own rounding costs"),
-        pytest.param({"sampled_rms": None}, False, id="not sampled, and no factor of its own"),
-        pytest.param({"sampled_rms": None, "lowest": above(UNSAMPLED_RATIO.value)}, True, id="a large factor"),
+        pytest.param({"sampled_ratio": 1.9}, False, id="what the path's own rounding costs"),
+        pytest.param({"sampled_ratio": None}, False, id="not sampled, and no factor of its own"),
+        pytest.param({"sampled_ratio": None, "lowest": above(UNSAMPLED_RATIO.value)}, True, id="a large factor"),
     ],
 )
 def test_errors_of_all_rows_together(changes: dict[str, Any], found: bool):

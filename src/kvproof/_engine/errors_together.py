@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvproof._engine.programs import run_program
+from kvproof._engine.rung import Rung
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import may_be_too_large
 from kvproof._numerics.dtypes import dtype_of
@@ -39,7 +40,7 @@ def measured_errors(
     if errors is None or is_decided or not may_be_too_large(errors):
         return errors
     try:
-        return dataclasses.replace(errors, sampled_rms=sampled_rms(uncached, programs, fault))
+        return dataclasses.replace(errors, sampled_ratio=sampled_ratio(uncached, programs, fault))
     except SubjectError:  # it decides without
         return errors
 
@@ -72,31 +73,36 @@ def errors_together(rows: Iterable[Evidence]) -> ErrorRatio | None:
         ratio=cached / uncached,
         lowest=float(ratios[_LOWEST]),
         median=float((squares[:, 1] / squares[:, 0]).sqrt().median()),
-        sampled_rms=None,
+        sampled_ratio=None,
     )
 
 
-def sampled_rms(uncached: Uncached, programs: Sequence[Scenario], fault: Fault | None) -> float | None:
-    """Return the cached path's root mean square error over all rows if every result is rounded at random.
+def sampled_ratio(uncached: Uncached, programs: Sequence[Scenario], fault: Fault | None) -> float | None:
+    """Return the ratio of the two paths' errors over all rows if every result is rounded at random, on either.
 
-    A recurrence that steps rounds more often than one that scans a block, and nothing is wrong with it: what its
-    own operations cost tells. Each is moved by the unit of the dtype that it has on the uncached path, so that
-    what the cached path alone computes in a coarser dtype is not excused. None where this cannot be measured.
+    A recurrence that steps rounds more often than one that scans a block, and nothing is wrong with it: what the
+    operations of either path cost tells. Each is moved by the unit of the dtype that it has on the uncached path,
+    so that what the cached path alone computes in a coarser dtype is not excused. None where this cannot be
+    measured.
     """
-    top, squares = uncached.top, list[float]()
+    top = uncached.top
     if top is None or not uncached.ladder.can_sample:
         return None
     exact, declared = dtype_of(top.subject.info.dtype), dtype_of(uncached.declared.subject.info.dtype)
+    squares = {True: 0.0, False: 0.0}  #: by whether they are of the cached path
     for program in programs:
         units = uncached.units_of(max(longest_sequences(program), key=len))
         for seed in range(_SAMPLES):
-            calls = run_program(top.subject, program, plant(fault))
+            calls, moved = run_program(top.subject, program, plant(fault)), Rung(top.subject)
             while True:
                 with RandomRounding(declared, seed, units, exact):
                     call = next(calls, None)
                 if call is None:
                     break
-                squares += (
-                    mean_square_error(uncached.row(row.prefix, top=True), row.logits) for row in call.rows
-                )
-    return math.sqrt(sum(squares) / len(squares)) if squares else None
+                for row in call.rows:
+                    true = uncached.row(row.prefix, top=True)
+                    squares[True] += mean_square_error(true, row.logits)
+                    with RandomRounding(declared, seed, units, exact):
+                        other = moved.one_pass(uncached.source_sequence(row.prefix), len(row.prefix))
+                    squares[False] += mean_square_error(true, other)
+    return math.sqrt(squares[True] / squares[False]) if squares[False] else None

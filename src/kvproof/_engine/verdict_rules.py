@@ -377,13 +377,14 @@ def are_too_large(errors: ErrorRatio) -> bool:
     """Return whether the cached path's errors show, over all rows, that something is held in too low a dtype.
 
     A near-tie may move one row far, so the median row must show it, too. What the cached path's own operations
-    cost by rounding at random is no bug; where that cannot be tried, only a factor that no regrouping makes is.
+    cost more than the uncached one's, by rounding at random, is no bug; where that cannot be tried, only a factor
+    that no regrouping makes is one.
     """
     if not may_be_too_large(errors):
         return False
-    if errors.sampled_rms is None:
+    if errors.sampled_ratio is None:
         return errors.lowest > UNSAMPLED_RATIO.value
-    return errors.cached_rms > RATIO_LIMIT.value * errors.sampled_rms
+    return errors.lowest > RATIO_LIMIT.value * errors.sampled_ratio
 
 
 def may_be_too_large(errors: ErrorRatio) -> bool:

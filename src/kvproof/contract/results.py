@@ -280,8 +280,7 @@ class ErrorRatio:
     ratio: float  #: ``cached_rms / uncached_rms``
     lowest: float  #: the ratio that 199 of 200 resamples of the rows exceed
     median: float  #: of the rows' own ratios
-    #: the cached path's, if every result is rounded at random; measured only if it decides
-    sampled_rms: float | None
+    sampled_ratio: float | None  #: the ratio if every result is rounded at random; measured only if it decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
