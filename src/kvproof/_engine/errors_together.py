@@ -14,7 +14,7 @@ import torch
 from kvproof._engine.programs import run_program
 from kvproof._engine.rung import Rung
 from kvproof._engine.uncached_rows import Uncached
-from kvproof._engine.verdict_rules import may_be_too_large
+from kvproof._engine.verdict_rules import has_known_errors, may_be_too_large
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import mean_square_error
 from kvproof._numerics.random_rounding import RandomRounding
@@ -48,15 +48,13 @@ def measured_errors(
 def errors_together(rows: Iterable[Evidence]) -> ErrorRatio | None:
     """Return the errors of rows together, by their evidence, or None where too few have any.
 
-    Rows that a choice of experts moved, and those whose tables were rounded, are left out.
+    Rows whose errors are not those of their dtype alone are left out.
     """
     pairs = []
     for row in rows:
         exact = row.exact or row.truth
-        if exact is None or exact.uncached_rms is None or exact.cached_rms is None:
-            continue
-        if row.choices is None and not row.rounded_tables:
-            pairs.append((exact.uncached_rms, exact.cached_rms))
+        if exact is not None and exact.uncached_rms is not None and exact.cached_rms is not None:
+            pairs += [(exact.uncached_rms, exact.cached_rms)] if has_known_errors(row) else []
     pairs = [pair for pair in pairs if all(map(math.isfinite, pair)) and min(pair) > 0]
     if len(pairs) < FEWEST_ROWS:
         return None

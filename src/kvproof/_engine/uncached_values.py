@@ -155,10 +155,13 @@ class OnePassRuns(UncachedRuns):
     def over(self, prefix: Prefix) -> UncachedRun:
         """Return the run over the longest sequence that starts with this prefix."""
         length = len(prefix)
-        known = next((run for ids, run in self.kept.items() if ids[:length] == prefix), None)
+        sequence = next((s for s in self._sequences if s[:length] == prefix), prefix)
+        # A run over another sequence may start alike and differ in the last digit: which one is taken must not hang
+        # on what was asked for before.
+        alike = (run for ids, run in self.kept.items() if len(ids) >= length and sequence[: len(ids)] == ids)
+        known = next(alike, None)
         if known is not None:
             return known
-        sequence = next((s for s in self._sequences if s[:length] == prefix), prefix)
         sequence = sequence if self._until is None else sequence[: max(length, len(self._until))]
         return self._run(sequence, length)
 

@@ -343,6 +343,19 @@ def are_equal_in_float64(gap: Gap) -> bool:
     return gap.size <= structural_limit(0.0, gap.scale)
 
 
+def has_known_errors(evidence: Evidence) -> bool:
+    """Return whether a row's errors are those of its dtype alone: nothing else is wrong with it or its reference.
+
+    A row that a choice of experts moved, or one whose tables were rounded, has others.
+    """
+    if evidence.choices is not None or evidence.rounded_tables:
+        return False
+    exact = evidence.exact
+    if exact is None:
+        return evidence.truth is not None
+    return exact.noise <= _clean_limit(exact, noise=0.0) and _is_clean(evidence)
+
+
 def _is_clean(evidence: Evidence) -> bool:
     """Return whether float64 shows nothing."""
     exact = evidence.exact
