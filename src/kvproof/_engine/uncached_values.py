@@ -156,8 +156,8 @@ class OnePassRuns(UncachedRuns):
         """Return the run over the longest sequence that starts with this prefix."""
         length = len(prefix)
         sequence = next((s for s in self._sequences if s[:length] == prefix), prefix)
-        # A run over another sequence may start alike and differ in the last digit: which one is taken must not hang
-        # on what was asked for before.
+        # A run over another sequence may start alike and differ in the last digit: which one is taken must not
+        # hang on what was asked for before.
         alike = (run for ids, run in self.kept.items() if len(ids) >= length and sequence[: len(ids)] == ids)
         known = next(alike, None)
         if known is not None:
