@@ -58,7 +58,7 @@ class Off(SmallDecoder):
             q = _times(q, off)
         elif self.place == "one head":
             k[:, 0, :start] = _times(k[:, 0, :start], off)
-        else:
+        elif start > _POSITION:
             k[:, :, _POSITION] = _times(k[:, :, _POSITION], off)
         return super().attend(q, k, v, start)
 
