@@ -239,7 +239,9 @@ class Auditor:
 
     def _take_literal_rows(self, programs: Sequence[Scenario]) -> None:
         """Judge the cached path of a subject that is not causal by literal rows: its passes give other ones."""
+        truth = self.uncached.ladder.truth
         self.uncached = Uncached(self.subject, "literal", top_rung=self._top_rung, is_causal=False)
+        self.uncached.ladder.truth = truth
         self.rows = RowAuditor(self.uncached, self.tolerance)
         self._prepare(programs, self.jobs)
 
@@ -263,15 +265,16 @@ class Auditor:
 
     def _how_far_causal(self, prefix: Prefix) -> str:
         """Say of how many tokens a pass may be without a row of it changing, by what is known of this prefix."""
-        longer = self.uncached.continuation(prefix)
-        if longer is None:
+        longer, top = self.uncached.continuation(prefix), self.uncached.top
+        if longer is None or top is None or not self.uncached.ladder.is_exact:
             return ""
-        rung = self.uncached.top or self.uncached.declared
         try:
-            longest = longest_causal_pass(rung, longer)
+            longest = longest_causal_pass(top, longer)
         except SubjectError:
             return ""
-        return f"; passes of up to {longest} tokens are causal" if longest > 1 else "; no longer pass is causal"
+        if longest == 1:
+            return "; not even a pass of two tokens is causal"
+        return f"; passes of up to {longest} tokens are causal"
 
     def check(self, programs: Sequence[Scenario], fault: Fault | None = None) -> ScenarioResult:
         """Run programs of one name, judge all their rows, and locate the first divergence."""

@@ -269,8 +269,7 @@ class Certifier:
 
     def _gap(self, row: Row) -> float:
         """Return a row's gap, relative to its scale."""
-        gap = gap_of_rows(self.runs.over(row.prefix).row(len(row.prefix)), row.logits)
-        return gap.size / gap.scale if gap.scale else gap.size
+        return gap_of_rows(self.runs.over(row.prefix).row(len(row.prefix)), row.logits).relative
 
     def _result(self, fault: Fault) -> FaultResult:
         """Plant a fault in its place and return what came of it."""

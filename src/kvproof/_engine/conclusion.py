@@ -33,7 +33,7 @@ def summarise(
         also = ""
         if row is not None:
             also = f" Against literal rows the cached path diverges, too, after {row.tokens}: {row.reason}."
-        return f"The uncached path is {causality.reason}.{also}"
+        return f"The uncached path is {causality.reason}.{also}{_also(raised)}"
     if verdict is Verdict.DIVERGED and located is not None:
         return f"The cached path diverges: {located.sentence}.{_also(raised)}"
     if row is not None:

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from kvproof._engine.conclusion import scenario_result
-from kvproof._engine.rung import Prefix
+from kvproof._engine.rung import Prefix, fed_to_fresh_cache
 from kvproof._engine.verdict_rules import DETERMINISM, judge, judge_margin, judge_scenario
 from kvproof._numerics.gaps import gap_of_rows
 from kvproof.contract.results import Comparison, Evidence, RowResult, ScenarioResult, Tolerance, Verdict
 from kvproof.errors import KvproofError
 from kvproof.subjects import Subject
 
-#: So many tokens are enough: dropout and states that outlive a call show in the first rows.
-_LENGTH = 8
+#: The cached program's last calls are so many single steps: a decoder may take nothing else on a warm cache.
+_STEPS = 8
+#: The calls are made over at most so many tokens.
+_LENGTH = 256
 #: More parts that change are counted, and not named.
 _NAMED = 3
 
@@ -61,9 +63,8 @@ def check_determinism(
 
 
 def _cached(subject: Subject, ids: Prefix) -> Tensor:
-    session, half = subject.session(), (len(ids) + 1) // 2
-    parts = [session.extend([part]) for part in (ids[:half], *((token,) for token in ids[half:]))]
-    return torch.cat(parts, dim=1)[0]
+    num_steps = min(_STEPS, len(ids) // 2)
+    return torch.cat(list(fed_to_fresh_cache(subject, ids, [len(ids) - num_steps, *[1] * num_steps])))
 
 
 def _worst(subject: Subject, ids: Prefix, first: Tensor, again: Tensor, tolerance: Tolerance) -> RowResult | None:

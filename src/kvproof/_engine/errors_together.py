@@ -55,7 +55,8 @@ def errors_together(rows: Iterable[Evidence]) -> ErrorRatio | None:
         exact = row.exact or row.truth
         if exact is not None and exact.uncached_rms is not None and exact.cached_rms is not None:
             pairs += [(exact.uncached_rms, exact.cached_rms)] if has_known_errors(row) else []
-    pairs = [pair for pair in pairs if all(map(math.isfinite, pair)) and min(pair) > 0]
+    # A row without an error on either path says nothing; one without an error on the uncached path has no ratio.
+    pairs = [pair for pair in pairs if all(map(math.isfinite, pair)) and pair[0] > 0]
     if len(pairs) < FEWEST_ROWS:
         return None
     squares = torch.tensor(pairs, dtype=torch.float64).square()

@@ -12,13 +12,12 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from kvproof._engine.rung import Prefix
+from kvproof._engine.rung import Prefix, fed_to_fresh_cache
 from kvproof._engine.uncached_rows import Uncached
 from kvproof._engine.verdict_rules import are_equal_in_float64
 from kvproof._numerics.gaps import gap_of_rows
 from kvproof.contract.results import FourWays
 from kvproof.errors import KvproofError
-from kvproof.subjects import Subject
 
 #: The scenario's own row: it is what is asked about, and supports no group.
 _SCENARIO = "this scenario"
@@ -87,7 +86,8 @@ def _rows(uncached: Uncached, prefix: Prefix) -> Iterator[tuple[_Way, Tensor]]:
         yield _ONE_PASS, uncached.top.one_pass(longer, len(prefix))
     for way, sizes in _chunkings(len(prefix)):
         try:
-            yield way, _cached(uncached.top.subject, prefix, sizes)
+            *_, logits = fed_to_fresh_cache(uncached.top.subject, prefix, sizes)
+            yield way, logits[-1]
         except KvproofError:
             continue  # a way that the subject refuses says nothing
 
@@ -101,14 +101,6 @@ def _chunkings(length: int) -> Iterator[tuple[_Way, Sequence[int]]]:
         yield _PAIRS, [2] * (length // 2 - 1) + [2 + length % 2]
     if length > 1:
         yield _STEPPING, [1] * length
-
-
-def _cached(subject: Subject, prefix: Prefix, sizes: Sequence[int]) -> Tensor:
-    session, start = subject.session(), 0
-    for size in sizes:
-        logits = session.extend([prefix[start : start + size]])
-        start += size
-    return logits[0, -1]
 
 
 def _supported(groups: Sequence[tuple[str, ...]], length: int) -> tuple[str, ...] | None:

@@ -1,7 +1,7 @@
 """The uncached rows of a subject in one dtype, in blocks: all of a large vocabulary's may fill the memory."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -20,6 +20,17 @@ Block = tuple[Prefix, int]
 BLOCK_BYTES = 2**27
 #: … of which no more than this is kept, for each rung.
 KEPT_BYTES = 2**28
+
+
+def fed_to_fresh_cache(subject: Subject, ids: Prefix, sizes: Iterable[int]) -> Iterator[Tensor]:
+    """Feed tokens to a new session in calls of these sizes; yield each call's logits (new, vocab).
+
+    Raises what the session refuses, and `SubjectError` where the decoder does.
+    """
+    session, start = subject.session(), 0
+    for size in sizes:
+        yield session.extend([ids[start : start + size]])[0]
+        start += size
 
 
 class Rung:

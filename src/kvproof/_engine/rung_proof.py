@@ -7,11 +7,12 @@ the second lowers what it can tell apart from rounding.
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from kvproof._engine.rung import Prefix, Rung
+from kvproof._engine.rung import Prefix, Rung, fed_to_fresh_cache
 from kvproof._engine.verdict_rules import are_equal_in_float64
 from kvproof._numerics.dtypes import dtype_of
 from kvproof._numerics.gaps import UNSEEN, gap_of_rows, largest
@@ -44,12 +45,8 @@ def look_inside(rung: Rung, sequence: Prefix) -> Inside:
     watch = Watch()
     with watch:
         rows = [rung.subject.rows(ids)]
-        try:
-            session = rung.subject.session()
-            for part in _parts(ids, (len(ids) + 1) // 2):
-                rows.append(session.extend([part]))
-        except KvproofError:
-            pass  # what the cached path raises is said where its scenario is checked
+        with suppress(KvproofError):  # what the cached path raises is said where its scenario is checked
+            rows += fed_to_fresh_cache(rung.subject, ids, _sizes(len(ids), (len(ids) + 1) // 2))
     unseen = watch.unseen
     if unseen is None and not all(map(watch.saw, rows)):
         unseen = "its logits come from outside torch"
@@ -66,14 +63,10 @@ def noise_of_all_ways(rung: Rung, sequence: Prefix) -> float:
     expected, found = rung.subject.rows(ids), [0.0]
     for size in dict.fromkeys((len(ids), (len(ids) + 1) // 2, 3, 1)):
         try:
-            session, length = rung.subject.session(), 0
-            for part in _parts(ids, size):
-                for row in session.extend([part])[0]:
-                    gap = gap_of_rows(expected[length], row)
-                    found.append(gap.size / gap.scale if gap.scale else gap.size)
-                    length += 1
+            rows = torch.cat(list(fed_to_fresh_cache(rung.subject, ids, _sizes(len(ids), size))))
         except KvproofError:
             continue
+        found += (gap_of_rows(*pair).relative for pair in zip(expected, rows, strict=True))
     return largest(found)
 
 
@@ -109,9 +102,7 @@ def inner_rounding(rung: Rung, sequence: Prefix) -> float:
     for seed in range(int(NUM_SAMPLES.value)):
         with InnerRounding(dtype_of(rung.subject.info.dtype), seed):
             rows = rung.subject.rows(ids)
-        for row, moved in zip(expected, rows, strict=True):
-            gap = gap_of_rows(row, moved)
-            found.append(gap.size / gap.scale if gap.scale else gap.size)
+        found += (gap_of_rows(*pair).relative for pair in zip(expected, rows, strict=True))
     return largest(found)
 
 
@@ -122,5 +113,5 @@ def exact_dtypes(declared: torch.dtype) -> Iterator[torch.dtype]:
         yield torch.float32
 
 
-def _parts(ids: Prefix, size: int) -> Iterator[Prefix]:
-    yield from (ids[start : start + size] for start in range(0, len(ids), size))
+def _sizes(length: int, size: int) -> Iterator[int]:
+    yield from (min(size, length - start) for start in range(0, length, size))

@@ -102,9 +102,12 @@ class Uncached:
         """The most exact rung, if there is one besides the declared dtype's."""
         return self.ladder.top
 
-    def drop_top(self, error: SubjectError | str) -> None:
+    def drop_top(self, error: SubjectError) -> None:
         """Go on without a more exact rung, and remember why."""
         self.ladder.drop_top(error)
+        self._forget_top()
+
+    def _forget_top(self) -> None:
         self.both_ways = [
             dataclasses.replace(both, top_gap=None, top_scale=None, error=None) for both in self.both_ways
         ]
@@ -164,7 +167,7 @@ class Uncached:
         except SubjectError as error:
             self.ladder.give_up_looking(error)
         if had_top and self.top is None:
-            self.drop_top(self.ladder.no_top_reason or "")
+            self._forget_top()
 
     def _measure_or_drop_top(self, sequence: Prefix) -> None:
         try:

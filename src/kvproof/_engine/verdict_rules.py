@@ -115,8 +115,8 @@ def _judge_row(row: Evidence) -> Judgement:
         return Verdict.DIVERGED, f"float64 gap {exact.gap:.2e} is beyond {limit:.2e}: not rounding"
     if exact.gap > _clean_limit(exact, noise=exact.noise):
         return Verdict.INCONCLUSIVE, (
-            f"float64 gap {exact.gap:.2e} is more than {exact.inner_rounding:.2e}, what is computed in a lower "
-            f"dtype inside may move this row by, and less than {limit:.2e}, which would be a bug"
+            f"float64 gap {exact.gap:.2e} is beyond what results in a lower dtype inside explain "
+            f"({exact.inner_rounding:.2e}), but not beyond {limit:.2e}, which would be a bug"
         )
     if row.gap <= row.allowed:
         return Verdict.MATCH, f"gap {row.gap:.2e} within the declared {row.allowed:.2e}"
@@ -189,8 +189,8 @@ def _judge_by_noise(row: Evidence) -> Judgement:
     if row.gap > limit:
         return Verdict.DIVERGED, f"gap {row.gap:.2e} is beyond {limit:.2e}, which no rounding explains"
     return Verdict.INCONCLUSIVE, (
-        f"gap {row.gap:.2e} is beyond the noise × {factor}, and below {limit:.2e}, which would be a bug: "
-        "there is no more exact run to decide"
+        f"gap {row.gap:.2e} is beyond the noise × {factor}, but not beyond {limit:.2e}, which no rounding "
+        "explains: there is no more exact run to decide"
     )
 
 

@@ -20,11 +20,12 @@ def cast_module(module: M, dtype: torch.dtype) -> M:
     """Return a deep copy of a module that holds every floating-point and complex tensor in another precision."""
     cast = copy.deepcopy(module)
     cast._apply(lambda tensor: cast_tensor(tensor, dtype))  # type: ignore[no-untyped-call]
+    known: dict[int, Any] = {}
     for part in cast.modules():
         own = vars(part)
         for name, value in own.items():
             if not name.startswith("_"):
-                own[name] = _cast_within(value, dtype)
+                own[name] = _cast_within(value, dtype, known)
     return cast
 
 
@@ -35,12 +36,24 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _cast_within(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with the tensors in it cast: in lists, tuples and dicts, and nowhere else."""
+def _cast_within(value: Any, dtype: torch.dtype, known: dict[int, Any]) -> Any:
+    """Return a value with the tensors in it cast: in lists, tuples and dicts, and nowhere else.
+
+    Lists and dicts are changed in place, and ``known`` holds what was cast, so that modules go on sharing it.
+    """
+    if type(value) not in (Tensor, list, tuple, dict):
+        return value
+    if id(value) in known:
+        return known[id(value)][1]
+    known[id(value)] = value, value  # a list may hold itself
+    result = value
     if type(value) is Tensor:
-        return cast_tensor(value, dtype)
-    if type(value) in (list, tuple):
-        return type(value)(_cast_within(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast_within(item, dtype) for key, item in value.items()}
-    return value
+        result = cast_tensor(value, dtype)
+    elif type(value) is list:
+        value[:] = [_cast_within(item, dtype, known) for item in value]
+    elif type(value) is tuple:
+        result = tuple(_cast_within(item, dtype, known) for item in value)
+    else:
+        value.update({key: _cast_within(item, dtype, known) for key, item in value.items()})
+    known[id(value)] = value, result  # the first keeps the id from being given to another
+    return result

@@ -25,6 +25,11 @@ class Gap:
     index: tuple[int, ...]
     scale: float  #: the expected value's largest finite magnitude
 
+    @property
+    def relative(self) -> float:
+        """The size as a part of the scale; the size itself where the scale is 0."""
+        return self.size / self.scale if self.scale else self.size
+
 
 #: Two differences are the same where rounding may have parted them: by so many units of the coarser dtype's, …
 _ALIKE_UNITS = 4.0

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvproof._numerics.modes import PairedMode
+
 #: Beyond this, a mask's stand-in for minus infinity: moved by a part of itself, it would overflow.
 _FINITE = 1e300
 
@@ -60,7 +62,7 @@ class UnitRecorder(TorchFunctionMode):
         return result
 
 
-class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomRounding(PairedMode):  # type: ignore[no-untyped-call]
     """While it is entered, each float64 result is moved by up to half a unit in the last place of its dtype.
 
     That is the dtype which the same operation had in the run that ``units`` were recorded in; ``dtype``, where
@@ -70,21 +72,12 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, dtype: torch.dtype, seed: int, units: Sequence[Unit] = (), exact: torch.dtype = torch.float64
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._default = self._unit = torch.finfo(dtype).eps / 2
         self._exact = exact
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
-        self._follower = _Follower(self, units)
-
-    def __enter__(self) -> "RandomRounding":
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._follower.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._follower.__exit__(*exception)  # type: ignore[no-untyped-call]
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.functions = _Follower(self, units)
 
     def run(self, call: Callable[[], Any], unit: Unit | None) -> Any:
         """Run one torch function with the unit that it has in the declared dtype."""

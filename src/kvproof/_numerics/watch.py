@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvproof._numerics.dtypes import name_of
+from kvproof._numerics.modes import PairedMode
 
 #: Operations that torch itself defines; what another library registers may compute in any dtype inside.
 _OWN = frozenset({"aten", "prims", "prim", "profiler"})
@@ -25,25 +25,16 @@ _WAYS_OUT = {
 }
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(PairedMode):  # type: ignore[no-untyped-call]
     """While it is entered, notes the dtypes of results, and where a value is put into a coarser one."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtypes: set[torch.dtype] = set()  #: of every result that hangs on a floating-point value
         self.lowered: dict[str, None] = {}  #: the operations that give a coarser result than they are given
         self.unseen: str | None = None  #: what may compute in a dtype that the watch cannot see
         self._storages: set[int] = set()
-        self._ways_out = _WaysOut(self)
-
-    def __enter__(self) -> "Watch":
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._ways_out.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._ways_out.__exit__(*exception)  # type: ignore[no-untyped-call]
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.functions = _WaysOut(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
