@@ -19,11 +19,13 @@ import torch
 
 from kvproof import CallableSubject, ModuleSubject, Subject, audit
 from kvproof._numerics.casting import cast_module
+from kvproof.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.detection.small_decoders import SmallDecoder, functions, numpy_functions
 
 DTYPES = ("float32", "bfloat16", "float16")
+NOT_BUILT = "not built"
 SCENARIOS = ("token-by-token", "prefill+steps", "chunked prefill", "multi-turn")
 
 
@@ -111,7 +113,10 @@ def _audits(kinds: list[str], seeds: int, attentions: list[str]) -> Iterator[tup
 
 def _run(kind: str, dtype: str, attention: str, seed: int, length: int) -> dict[str, Any]:
     start = perf_counter()
-    subject = _subject(kind, getattr(torch, dtype), seed, attention)
+    try:
+        subject = _subject(kind, getattr(torch, dtype), seed, attention)
+    except UsageError as error:  # a type that has no such attention: nothing to audit, and said so
+        return {"audit": [kind, dtype, attention, seed], "verdict": NOT_BUILT, "summary": str(error)[:200]}
     length = min(length, subject.info.context_len)
     report = audit(subject, SCENARIOS, length=length, seed=seed, all_values=False, certificate=False)
     ratios = [result.errors.lowest for result in report.scenarios if result.errors]
@@ -145,7 +150,11 @@ def main() -> int:
                 known.append(result)
                 file.write(f"{json.dumps(result)}\n")
                 file.flush()
+    missing = [each for each in known if each["verdict"] == NOT_BUILT]
+    known = [each for each in known if each["verdict"] != NOT_BUILT]
     verdicts = Counter(each["verdict"] for each in known)
+    if missing:
+        print(f"{len(missing)} not built: {', '.join(sorted({each['audit'][0] for each in missing}))}")
     print(f"{len(known)} audits: {', '.join(f'{n} {verdict}' for verdict, n in verdicts.items())}")
     alarms = [each for each in known if each["verdict"] not in ("match", "rounding")]
     for each in alarms:
