@@ -1,6 +1,6 @@
 """An audit as an assertion: it passes silently, or its message is the finding."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypedDict, Unpack
 
 from kvproof._engine.audit import audit
@@ -28,6 +28,8 @@ class AuditKeywords(TypedDict, total=False):
     jobs: int | None
     repeats: int
     truth: object
+    ids: Collection[int] | None
+    avoid_ids: Collection[int]
     on_scenario: Callable[[str], None]
 
 

@@ -176,7 +176,7 @@ class _Examiner:
             raise _Broken("the tap is never shown the tokens")
 
     def _changing(self) -> None:
-        other = self.b[-1] if self.b[-1] != self.a[-1] else (self.a[-1] + 1) % self.subject.info.vocab_size
+        other = self.b[-1] if self.b[-1] != self.a[-1] else self.subject.token_ids.another(self.a[-1])
 
         def tap(site: Site, value: Tensor, /) -> Tensor:
             return torch.full_like(value, other) if site.stage is Stage.TOKEN else value

@@ -63,6 +63,7 @@ MANY_PARAMETERS = {
     "_generation/requests.py:__init__": "a request has the parameters of kvproof.generate",
     "_numerics/random_rounding.py:_group_norm": "it stands in for torch's own, and takes what that takes",
     "_sweeping/sweep.py:sweep": "what sweep_targets makes of its options, and two callbacks",
+    "subjects/_callables.py:__init__": "kvproof.CallableSubject, a documented public call",
     "subjects/_module.py:__init__": "kvproof.ModuleSubject, a documented public call",
 }
 

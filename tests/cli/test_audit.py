@@ -263,3 +263,19 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 
     monkeypatch.delattr(kvproof.subjects, "_transformers", raising=False)
     assert run("audit", "random:llama").refused("pip install 'kvproof[transformers]'")
+
+
+def test_token_ids_are_chosen_on_the_command_line(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("from tests.unit.test_given import sums\n\n\ndef make():\n    return sums('float64')\n")
+    found = run("audit", f"{file}:make", "--ids", "1,4-6", "--avoid-ids", "5", "--scenario", "token-by-token")
+    assert found.status == 0, found
+    assert "programs feed only token ids 1, 4, 6" in found.out
+    assert (
+        "--ids 1,4-6 --avoid-ids 5"
+        in json.loads(
+            run("audit", f"{file}:make", "--ids", "1,4-6", "--avoid-ids", "5", "--json", "--no-certificate").out
+        )["request"]["command"]
+    )
+    assert run("audit", f"{file}:make", "--ids", "6-4").refused("'6-4' is no token id")
+    assert run("audit", f"{file}:make", "--avoid-ids", "11").refused("token id 11 is not in the vocabulary 0..10")

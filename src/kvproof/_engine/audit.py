@@ -1,6 +1,6 @@
 """Audits: run every scenario on the cached path, gather evidence, judge it, and locate what is wrong."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
@@ -78,6 +78,8 @@ def audit(
     jobs: int | None = 1,
     repeats: int = 2,
     truth: object = None,
+    ids: Collection[int] | None = None,
+    avoid_ids: Collection[int] = (),
     on_scenario: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Compare the cached path with the uncached one at every row of every scenario.
@@ -101,13 +103,16 @@ def audit(
     system can be forked. One uncached call and one cached program are made ``repeats`` times first: where their
     rows differ, the decoder is not deterministic, and nothing else is concluded. ``truth`` is the same weights in
     another implementation, which has float64, for a decoder that has none: the errors of both paths against it
-    stand side by side. ``on_scenario`` is told what is being run.
+    stand side by side. ``ids`` are the only token ids that programs are made of, and ``avoid_ids`` are never
+    fed, nor is the padding token, where the decoder declares one. ``on_scenario`` is told what is being run.
 
     A scenario that needs an ability which the subject lacks is not checked. One in which the cached path raises,
     or gives a malformed row, is `raised`, and says what was raised and where; if the uncached path raises for
     these tokens too, it is inconclusive. What a session refuses comes through: the scenario is wrong.
     """
     subject = as_subject(decoder)
+    if ids is not None or avoid_ids:
+        subject = subject.with_ids(ids, avoid_ids)
     certificate = scenarios is None if certificate is None else certificate
     programs = list(programs_for(subject, scenarios, length, seed))
     auditor = Auditor(
@@ -348,6 +353,7 @@ class Auditor:
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
         yield from self.uncached.ladder.notes()
+        yield from self.subject.notes()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
         if self._misplaced is not None:

@@ -54,4 +54,5 @@ def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[in
         )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, subject.info.vocab_size, (2, length), generator=generator).tolist()
-    return tuple(ids[0]), tuple(ids[1])
+    nearest = subject.token_ids.nearest
+    return tuple(map(nearest, ids[0])), tuple(map(nearest, ids[1]))

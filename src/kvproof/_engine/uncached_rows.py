@@ -31,7 +31,7 @@ from kvproof._system.pool import map_in_processes
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
 from kvproof.subjects import Subject
-from kvproof.subjects._base import wrap_errors
+from kvproof.subjects._checks import wrap_errors
 
 #: How uncached rows are computed.
 Reference = Literal["literal", "one-pass"]
@@ -318,8 +318,8 @@ class Uncached:
         longer = self.continuation(prefix)
         if longer is None:
             return None
-        vocab = self.declared.subject.info.vocab_size
-        changed = prefix + tuple((token + 1) % vocab for token in longer[len(prefix) :])
+        another = self.declared.subject.token_ids.another
+        changed = prefix + tuple(map(another, longer[len(prefix) :]))
         if changed == longer:
             return None
         row, other = (self.declared.one_pass(ids, len(prefix)) for ids in (longer, changed))

@@ -24,7 +24,7 @@ from kvproof.contract.text import printable
 from kvproof.errors import LedgerError, SessionError, SubjectError, UsageError
 from kvproof.policies import Sample
 from kvproof.subjects import Subject, as_subject
-from kvproof.subjects._base import check_context, check_ids
+from kvproof.subjects._checks import check_context, check_ids
 
 
 def replay(

@@ -34,8 +34,8 @@ from kvproof.contract.stages import LIKELY_CONTRACT, Stage
 from kvproof.errors import ContextError, UsageError
 from kvproof.policies import Greedy, Policy, Sample, Stops
 from kvproof.subjects import Subject, as_subject
-from kvproof.subjects._base import check_ids
 from kvproof.subjects._cache_values import NO_END
+from kvproof.subjects._checks import check_ids
 
 PathName = Literal["cached", "uncached"]
 #: The maximum number of kept tokens that a step records, besides the chosen one.

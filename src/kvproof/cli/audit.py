@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvproof.cli.options import EXIT_INTERRUPTED, EXIT_REQUIRED, FILE, Loading, loading_options
+from kvproof.cli.options import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUIRED,
+    FILE,
+    Loading,
+    ids_options,
+    loading_options,
+    read_ids,
+)
 from kvproof.cli.outputs import (
     complain,
     make_folder,
@@ -39,6 +47,8 @@ class AuditOptions:
 
     length: int
     seed: int
+    ids: str | None
+    avoid_ids: str | None
     prompt: str | None
     prompt_file: Path | None
     scenario: tuple[str, ...]
@@ -65,6 +75,7 @@ class AuditOptions:
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and tokens."
 )
 @loading_options
+@ids_options
 @click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
 @click.option("--prompt-file", type=FILE, help="Read that text from a UTF-8 file.")
 @click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
@@ -155,6 +166,8 @@ def _run(
     with show_progress(options.quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading.config}")
         subject = load_target(target, loading.options(seed))
+        if options.ids is not None or options.avoid_ids is not None:
+            subject = subject.with_ids(read_ids(options.ids), read_ids(options.avoid_ids) or ())
         truth = None
         if options.truth is not None:
             progress.stage(f"loading {options.truth}")

@@ -1,12 +1,15 @@
 """What several commands share: exit statuses, and the options that say how a model is loaded."""
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from kvproof.errors import UsageError
 
 if TYPE_CHECKING:
     from kvproof.subjects._adapter import LoadOptions
@@ -61,6 +64,35 @@ _LOADING = (
     _NETWORK,
     _REMOTE_CODE,
 )
+
+
+def ids_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say which token ids programs are made of."""
+    for option in (
+        click.option(
+            "--avoid-ids",
+            metavar="IDS",
+            help="Never feed these token ids. Padding that the decoder declares is always avoided.",
+        ),
+        click.option("--ids", metavar="IDS", help="Feed only these token ids, such as 5,7,100-199."),
+    ):
+        command = option(command)
+    return command
+
+
+def read_ids(text: str | None) -> tuple[int, ...] | None:
+    """Return the token ids in a list such as ``5,7,100-199``; raise `UsageError` for anything else."""
+    if text is None:
+        return None
+    ids: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise UsageError(
+                f"{part!r} is no token id: give ids and ranges, separated by commas, as in 5,7,100-199"
+            )
+        ids += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return tuple(ids)
 
 
 def permission_options(command: Callable[..., Any]) -> Callable[..., Any]:

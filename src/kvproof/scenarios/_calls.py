@@ -102,7 +102,7 @@ class Extend(Feed):
             return None
         num_new = at.draw(1, min(at.max_len - state.length, max(2, at.max_len // 2)))
         last = at.limits.vocab_size - 1
-        ids = tuple(tuple(at.draw(0, last) for _ in range(num_new)) for _ in state.rows)
+        ids = tuple(tuple(at.limits.nearest_id(at.draw(0, last)) for _ in range(num_new)) for _ in state.rows)
         return cls(ids=ids, session=at.session)
 
     @property

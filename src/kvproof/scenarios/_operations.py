@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, Protocol, final
 
-from kvproof.scenarios._states import Ids, SessionState, States
+from kvproof.scenarios._states import Ids, SessionState, States, nearest_id
 
 #: The names that `kvproof.scenarios` re-exports.
 __all__ = [
@@ -101,6 +101,11 @@ class Limits:
     abilities: frozenset[Ability]
     vocab_size: int
     boundaries: Boundaries
+    ids: tuple[int, ...] | None = None  #: the token ids that programs are drawn from; None for the vocabulary
+
+    def nearest_id(self, token_id: int) -> int:
+        """Return the id itself if programs may feed it, or else another one that depends on it alone."""
+        return nearest_id(self.ids, token_id)
 
     @property
     def context_len(self) -> int:

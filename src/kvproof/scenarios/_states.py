@@ -1,5 +1,6 @@
 """What sessions hold at one point of a program, computed without a decoder."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Self
 
@@ -33,3 +34,14 @@ class SessionState:
 
 #: The states of all open sessions, by number.
 States = tuple[SessionState, ...]
+
+
+def nearest_id(ids: Ids | None, token_id: int) -> int:
+    """Return the id itself if it is one of ``ids``, which ascend, or else one of them that depends on it alone.
+
+    Ids are drawn from the whole vocabulary first, so that avoiding one changes no other token of a program.
+    """
+    if ids is None:
+        return token_id
+    place = bisect_left(ids, token_id)
+    return token_id if place < len(ids) and ids[place] == token_id else ids[token_id % len(ids)]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvproof.subjects._factory import as_subject as as_subject
     from kvproof.subjects._module import ModuleSubject as ModuleSubject
     from kvproof.subjects._reference import ReferenceSubject as ReferenceSubject
+    from kvproof.subjects._token_ids import TokenIds as TokenIds
 
 _HOME = {
     "CacheOps": "kvproof.subjects._cache_values",
@@ -37,6 +38,7 @@ _HOME = {
     "Subject": "kvproof.subjects._base",
     "SubjectInfo": "kvproof.contract.results",
     "Tap": "kvproof._numerics.taps",
+    "TokenIds": "kvproof.subjects._token_ids",
     "as_subject": "kvproof.subjects._factory",
     "limits_of": "kvproof.subjects._base",
 }

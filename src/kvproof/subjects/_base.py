@@ -5,11 +5,12 @@ and only then update the session's own record of ids. The engine reads that reco
 so it does not need to trust the adapter. An adapter's exceptions become `SubjectError`, with their cause.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -19,17 +20,21 @@ from kvproof._numerics.taps import Tap, untouched
 from kvproof.contract.results import SubjectInfo
 from kvproof.errors import (
     AbilityError,
-    ContextError,
-    KvproofError,
-    MalformedRowError,
     SessionError,
     SubjectError,
-    TokenError,
     UsageError,
 )
-from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Limits, Method
-
-T = TypeVar("T")
+from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Limits
+from kvproof.subjects._checks import (
+    check_context,
+    check_generate,
+    check_ids,
+    check_list,
+    check_logits,
+    is_integer,
+    wrap_errors,
+)
+from kvproof.subjects._token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,8 @@ class Generated:
 
 class Subject(ABC):
     """A decoder under audit."""
+
+    _ids: TokenIds | None = None  #: the ids that the caller chose
 
     @property
     @abstractmethod
@@ -110,6 +117,34 @@ class Subject(ABC):
     def chats(self) -> bool:
         """Whether the tokenizer has a chat template."""
         return False
+
+    @property
+    def avoided_ids(self) -> tuple[int, ...]:
+        """The ids that a program must not feed unless its author asks for them, such as the padding token's."""
+        return ()
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The ids that programs, random ones too, are made of. A prompt's tokens are fed as they are."""
+        return TokenIds.choose(self.info.vocab_size, avoid=self.avoided_ids) if self._ids is None else self._ids
+
+    @final
+    def with_ids(self, ids: Collection[int] | None = None, avoid_ids: Collection[int] = ()) -> "Subject":
+        """Return the same decoder, whose programs are made of these token ids.
+
+        ``ids`` are the only ones to use. Without them, every id in the vocabulary is used, except `avoided_ids`.
+        ``avoid_ids`` are not used in either case. Raises `UsageError` for an id outside the vocabulary, and if
+        fewer than two ids remain.
+        """
+        avoided = avoid_ids if ids is not None else (*self.avoided_ids, *avoid_ids)
+        chosen = copy.copy(self)
+        chosen._ids = TokenIds.choose(self.info.vocab_size, ids=ids, avoid=avoided)
+        return chosen
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the reader of a report must know about how the decoder is called."""
+        if self.token_ids.note is not None:
+            yield self.token_ids.note
 
     def state(self) -> Mapping[str, object]:
         """What the decoder keeps between calls, by name, each with a mark that changes if it does.
@@ -172,7 +207,7 @@ class Subject(ABC):
         if kept.step != 1 or not 0 <= kept.start < kept.stop <= len(ids):
             raise UsageError(f"cannot keep positions {kept} of {len(ids)} tokens")
         rows = wrap_errors(lambda: self._kept_rows(ids, tap, kept))
-        _check_logits(rows, (len(kept), self.info.vocab_size))
+        check_logits(rows, (len(kept), self.info.vocab_size))
         return rows
 
     @final
@@ -192,12 +227,12 @@ class Subject(ABC):
         A cache of fixed size holds ``capacity`` tokens, by default the whole context. With ``omit_positions``,
         the decoder computes the positions of new tokens itself.
         """
-        if not _is_integer(batch) or batch < 1:
+        if not is_integer(batch) or batch < 1:
             raise UsageError(f"batch must be an integer of at least 1, not {batch!r}")
         if batch != 1:
             self.require(Ability.BATCH)
         capacity = self.info.context_len if capacity is None else capacity
-        if not _is_integer(capacity) or not 1 <= capacity <= self.info.context_len:
+        if not is_integer(capacity) or not 1 <= capacity <= self.info.context_len:
             raise UsageError(
                 f"capacity must be an integer from 1 to the context of {self.info.context_len}, not {capacity!r}"
             )
@@ -223,7 +258,7 @@ class Subject(ABC):
         `SubjectError` if the library raises or does not return every row that the operation compares.
         """
         self.require(Ability.GENERATE)
-        _check_generate(operation, self)
+        check_generate(operation, self)
         generated = wrap_errors(lambda: self._generate(operation, make_tap))
         given = {row for call in generated.calls for rows in call.prefixes for row in rows}
         missing = {row for rows in operation.prefixes() for row in rows} - given
@@ -232,7 +267,7 @@ class Subject(ABC):
             raise SubjectError(f"generate() gave no row after {self.decode(shortest)}")
         for call in generated.calls:
             batch, kept = len(call.prefixes[0]), len(call.prefixes)
-            _check_logits(call.logits, (batch, kept, self.info.vocab_size))
+            check_logits(call.logits, (batch, kept, self.info.vocab_size))
         return generated
 
     @final
@@ -270,7 +305,7 @@ class Subject(ABC):
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Float[Tensor, "kept vocab"]:
         """Return the rows at some positions. Override this to save memory if those can be computed separately."""
         rows = self._rows(ids, tap)
-        _check_logits(rows, (len(ids), self.info.vocab_size))
+        check_logits(rows, (len(ids), self.info.vocab_size))
         return rows[keep.start : keep.stop]
 
     @abstractmethod
@@ -308,7 +343,7 @@ class Session(ABC):
         `SubjectError`.
         """
         info, start = self.subject.info, len(self)
-        _check_list("rows of token ids", ids)
+        check_list("rows of token ids", ids)
         if len(ids) != len(self._ids):
             raise SessionError(f"{len(ids)} rows of tokens for a session of {len(self._ids)}")
         for row in ids:
@@ -319,7 +354,7 @@ class Session(ABC):
                 raise SessionError(f"rows of {len(row)} and {num_new} tokens in one call")
         check_context(start, num_new, info)
         logits = wrap_errors(lambda: self._extend(ids, start))
-        _check_logits(logits, (len(ids), num_new, info.vocab_size))
+        check_logits(logits, (len(ids), num_new, info.vocab_size))
         for consumed, row in zip(self._ids, ids, strict=True):
             consumed.extend(row)
         return logits
@@ -330,7 +365,7 @@ class Session(ABC):
         self.subject.require(Ability.CROP)
         if len(set(map(len, self._ids))) > 1:
             raise SessionError("rows of unequal length cannot be cropped to one length")
-        if not _is_integer(length) or not 0 <= length <= len(self):
+        if not is_integer(length) or not 0 <= length <= len(self):
             raise SessionError(f"cannot crop {len(self)} tokens to {length!r}")
         wrap_errors(lambda: self._crop(length))
         self._ids = [row[:length] for row in self._ids]
@@ -339,9 +374,9 @@ class Session(ABC):
     def reorder(self, rows: Sequence[int]) -> None:
         """Make batch row i continue the old row ``rows[i]``; rows may repeat or be left out."""
         self.subject.require(Ability.REORDER)
-        _check_list("batch rows", rows)
+        check_list("batch rows", rows)
         for row in rows:
-            if not _is_integer(row) or not 0 <= row < len(self._ids):
+            if not is_integer(row) or not 0 <= row < len(self._ids):
                 raise SessionError(f"no batch row {row!r}: the session has {len(self._ids)}")
         if not rows:
             raise SessionError("a session keeps at least one batch row")
@@ -418,81 +453,5 @@ def limits_of(subject: Subject) -> Limits:
         abilities=frozenset(subject.info.abilities),
         vocab_size=subject.info.vocab_size,
         boundaries=subject.boundaries,
+        ids=subject.token_ids.ids,
     )
-
-
-def wrap_errors(call: Callable[[], T]) -> T:
-    """Run an adapter's call; any error that is not kvproof's becomes a `SubjectError` that keeps its cause."""
-    try:
-        return call()
-    except KvproofError:
-        raise
-    except Exception as error:
-        raise SubjectError(f"the decoder raised {type(error).__name__}: {error}") from error
-
-
-def check_ids(ids: Sequence[int], info: SubjectInfo) -> None:
-    """Raise `TokenError` unless ``ids`` holds at least one token and all lie in the vocabulary."""
-    _check_list("token ids", ids)
-    if not ids:
-        raise TokenError("no token: a prefix holds at least one")
-    for token_id in ids:
-        if not _is_integer(token_id):
-            raise TokenError(f"token id {token_id!r} is a {type(token_id).__name__}, not an integer")
-        if not 0 <= token_id < info.vocab_size:
-            raise TokenError(f"token id {token_id} is outside the vocabulary 0..{info.vocab_size - 1}")
-
-
-def _check_list(what: str, value: object) -> None:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TokenError(f"{what} must be a list or tuple of integers, not a {type(value).__name__}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_generate(operation: Generate, subject: Subject) -> None:
-    """Raise unless the method supports these steps from these prompts."""
-    method, prompts, steps = operation.method, operation.prompts, operation.steps
-    if not prompts or not steps:
-        raise UsageError("a generation needs at least one prompt and one step")
-    for prompt in prompts:
-        check_ids(prompt, subject.info)
-    longest = max(map(len, prompts))
-    check_context(0, longest + len(steps), subject.info)
-    num_rows = len(steps[0]) if method is Method.BEAM else len(prompts)
-    if len(prompts) > 1 and method in (Method.BEAM, Method.PROMPT_LOOKUP):
-        raise UsageError(f"{method.value} is forced from one prompt, not from {len(prompts)}")
-    if num_rows > 1:
-        subject.require(Ability.BATCH)
-    if any(len(prompt) != longest for prompt in prompts):
-        subject.require(Ability.PAD)
-    for number, step in enumerate(steps):
-        check_ids([token for _, token in step], subject.info)
-        rows = [row for row, _ in step]
-        fits = rows == list(range(num_rows))
-        if method is Method.BEAM:
-            alive = num_rows if number else 1  # beams start as copies of one prompt; only the first counts
-            fits = len(set(step)) == num_rows == len(step) and all(0 <= row < alive for row in rows)
-        if not fits:
-            raise UsageError(f"{method.value} of {num_rows} rows cannot take the step {step}")
-
-
-def check_context(start: int, num_new: int, info: SubjectInfo) -> None:
-    """Raise `ContextError` if a token would be past the last position."""
-    if start + num_new > info.context_len:
-        raise ContextError(
-            f"position {max(start, info.context_len)} is past the context: {info.name} accepts positions "
-            f"0..{info.context_len - 1}, {start} tokens are consumed and {num_new} more were given"
-        )
-
-
-def _check_logits(logits: object, expected: tuple[int, ...]) -> None:
-    """Raise `MalformedRowError` unless the decoder returned floating-point logits of the expected shape."""
-    if not isinstance(logits, Tensor):
-        raise MalformedRowError(f"the decoder gave a {type(logits).__name__}, not logits")
-    if not logits.is_floating_point():
-        raise MalformedRowError(f"the decoder gave logits of {logits.dtype}, not floating-point numbers")
-    if tuple(logits.shape) != expected:
-        raise MalformedRowError(f"the decoder gave logits of shape {tuple(logits.shape)}, not {expected}")

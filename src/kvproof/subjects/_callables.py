@@ -15,9 +15,10 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, UsageError
 from kvproof.scenarios import Ability
-from kvproof.subjects._base import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._checks import wrap_errors
 from kvproof.subjects._module_state import modules_behind, random_parts, state_of_function
+from kvproof.subjects._token_ids import declared_padding, first_id
 
 #: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64
 #: NumPy array (seq,).
@@ -31,7 +32,7 @@ class CallableSubject(CacheValueSubject):
 
     ``ids`` is a NumPy array (new,) of int64. The first call of a session gets None as its cache, and each later
     call gets the cache that the previous one returned. Logits can be torch tensors, NumPy arrays or anything that
-    supports DLPack. The size of the vocabulary and the declared dtype are taken from ``full([0])``.
+    supports DLPack. The size of the vocabulary and the declared dtype are taken from one call of ``full``.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class CallableSubject(CacheValueSubject):
         ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
         cast: Callable[[str], tuple[Full, Step]] | None = None,
         true_float64: bool = False,
+        ids: Sequence[int] | None = None,
+        avoid_ids: Sequence[int] = (),
     ) -> None:
         """Wrap two functions.
 
@@ -52,8 +55,11 @@ class CallableSubject(CacheValueSubject):
         dtype, such as ``"float64"``. Without it, only noise can separate rounding from bugs. Functions that
         return float64, or are said to compute in it by ``true_float64``, do so where they ask torch for less.
 
-        Raises `UsageError` for an argument that is not callable, and `SubjectError` if ``full`` raises or does
-        not return logits.
+        ``ids`` are the only token ids to feed, and ``avoid_ids`` are never fed, such as the padding token's. By
+        default every id is fed, except padding that a torch module inside the functions declares.
+
+        Raises `UsageError` for an argument that is not callable or a token id outside the vocabulary, and
+        `SubjectError` if ``full`` raises or does not return logits.
         """
         for label, function in (("full", full), ("step", step)):
             if not callable(function):
@@ -61,7 +67,10 @@ class CallableSubject(CacheValueSubject):
         self.full, self._step, self._cast_to = full, step, cast
         self.ops = ops
         self._true_float64 = true_float64
-        row = wrap_errors(lambda: self._kept_rows([0], untouched, range(1)))
+        modules = {id(m): m for f in (full, step) for _, m in modules_behind(f)}.values()
+        self._padding = tuple({i for module in modules for i in declared_padding(module)})
+        first = first_id(ids, (*self._padding, *avoid_ids))
+        row = wrap_errors(lambda: self._kept_rows([first], untouched, range(1)))
         self._true_float64 |= row.dtype is torch.float64
         self._info = SubjectInfo(
             name=name or str(getattr(full, "__qualname__", type(full).__name__)),
@@ -73,6 +82,15 @@ class CallableSubject(CacheValueSubject):
             context_len=context_len,
             abilities=(Ability.TAP, *((Ability.CAST,) if cast else ()), *ops.abilities()),
         )
+
+        self._padding = tuple(sorted(i for i in self._padding if i < self._info.vocab_size))
+        if ids is not None or avoid_ids:
+            self._ids = self.with_ids(ids, avoid_ids).token_ids
+
+    @property
+    def avoided_ids(self) -> tuple[int, ...]:
+        """The padding ids that torch modules inside the two functions declare."""
+        return self._padding
 
     @property
     def info(self) -> SubjectInfo:
@@ -150,6 +168,7 @@ class CallableSubject(CacheValueSubject):
             ops=self.ops,
             cast=self._cast_to,
             true_float64=dtype is torch.float64,
+            ids=self.token_ids.ids,
         )
         require_dtype(cast.info.dtype, dtype, "casting the functions")
         return cast

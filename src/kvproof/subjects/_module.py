@@ -17,10 +17,11 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
-from kvproof.subjects._base import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._checks import wrap_errors
 from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import layer_of, tapped
+from kvproof.subjects._token_ids import declared_padding, first_id
 
 
 class ModuleSubject(CacheValueSubject):
@@ -50,6 +51,8 @@ class ModuleSubject(CacheValueSubject):
         start: Callable[[Any], Any] | None = None,
         ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
         true_float64: bool = False,
+        ids: Sequence[int] | None = None,
+        avoid_ids: Sequence[int] = (),
     ) -> None:
         """Wrap a module.
 
@@ -62,7 +65,12 @@ class ModuleSubject(CacheValueSubject):
         first call gets None. ``ops`` holds the operations on a cache besides feeding it. A module whose weights
         are float64, or that is said to be by ``true_float64``, computes in float64 where its code asks for less.
 
-        Raises `UsageError` for a name that the module's ``forward`` does not accept, and `SubjectError` if a
+        ``ids`` are the only token ids to feed, and ``avoid_ids`` are never fed. By default every id is fed except
+        the padding that the module declares: ``padding_idx`` of an embedding, or ``config.pad_token_id``. Shorter
+        rows are filled up with that token, or with id 0.
+
+        Raises `UsageError` for a name that the module's ``forward`` does not accept or a token id outside the
+        vocabulary, and `SubjectError` if a
         first call raises or does not return logits.
         """
         names = {"cache": cache, "positions": positions, "mask": mask}
@@ -78,7 +86,9 @@ class ModuleSubject(CacheValueSubject):
         tensors = (*module.parameters(), *module.buffers())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self._true_float64 = true_float64 or any(tensor.dtype is torch.float64 for tensor in tensors)
-        row = wrap_errors(lambda: self._rows([0], untouched))
+        self._padding = declared_padding(module)
+        first = first_id(ids, (*self._padding, *avoid_ids))
+        row = wrap_errors(lambda: self._rows([first], untouched))
         padded = positions is not None and mask is not None
         self._info = SubjectInfo(
             name=name or type(module).__name__,
@@ -96,6 +106,15 @@ class ModuleSubject(CacheValueSubject):
                 *ops.abilities(),
             ),
         )
+
+        self._padding = tuple(i for i in self._padding if i < self._info.vocab_size)
+        if ids is not None or avoid_ids:
+            self._ids = self.with_ids(ids, avoid_ids).token_ids
+
+    @property
+    def avoided_ids(self) -> tuple[int, ...]:
+        """The padding ids that the module declares."""
+        return self._padding
 
     @property
     def info(self) -> SubjectInfo:
@@ -141,7 +160,8 @@ class ModuleSubject(CacheValueSubject):
         num_new = max(map(len, new))
         rows = [[*before, *ids] for before, ids in zip(old, new, strict=True)]
         total = max(map(len, rows))
-        tokens = self._tensor([[0] * (total - len(row)) + row for row in rows])
+        padding = self._padding[0] if self._padding else 0
+        tokens = self._tensor([[padding] * (total - len(row)) + row for row in rows])
         real = self._tensor([[0] * (total - len(row)) + [1] * len(row) for row in rows])
         positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, -num_new:]
         arguments = {"cache": cache, "positions": positions, "mask": real}
@@ -199,6 +219,7 @@ class ModuleSubject(CacheValueSubject):
             start=self._start,
             ops=self.ops,
             true_float64=dtype is torch.float64,
+            ids=self.token_ids.ids,
         )
         require_dtype(cast.info.dtype, dtype, "casting the module")
         return cast

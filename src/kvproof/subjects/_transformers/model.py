@@ -152,6 +152,12 @@ class TransformersSubject(Subject):
         return tuple(int(i) for i in ids if 0 <= int(i) < self.info.vocab_size)
 
     @property
+    def avoided_ids(self) -> tuple[int, ...]:
+        """The padding token that the configuration names, if it has logits."""
+        named = getattr(self.config, "pad_token_id", None)
+        return (named,) if isinstance(named, int) and 0 <= named < self.info.vocab_size else ()
+
+    @property
     def tokenizer_digest(self) -> str | None:
         """The digest of the tokenizer's vocabulary, rules and chat template; None without one."""
         return None if self._tokenizer is None else self._tokenizer.digest()
