@@ -16,7 +16,7 @@ from kvproof._numerics.dtypes import dtype_of, name_of
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import declared_tolerance
 from kvproof.contract.stages import Site, Stage
-from kvproof.errors import ContextError, KvproofError
+from kvproof.errors import ContextError, KvproofError, RefusedError
 from kvproof.scenarios import Ability
 from kvproof.subjects import Session, Subject, as_subject
 
@@ -224,11 +224,22 @@ class _Examiner:
         return self._stepped(ids, session)
 
     def _crop(self) -> None:
-        session = self.subject.session(needs={Ability.CROP})
-        session.extend([self.a])
-        session.crop(self.half)
-        rows = self._stepped(self.b[self.half :], session)
-        self._same(rows, self._after(self.a[: self.half], self.b[self.half :]), "what follows a crop")
+        head, refused = self.a[:-1], list[str]()
+        lengths = dict.fromkeys((1, self.half, len(head) - 1))
+        for length in lengths:
+            session = self.subject.session(needs={Ability.CROP})
+            session.extend([head])
+            try:
+                session.crop(length)
+            except RefusedError as error:
+                refused.append(str(error))
+                rows, own = self._stepped(self.b[-1:], session), self._after(head, self.b[-1:])
+                self._same(rows, own, "what follows a crop that was refused")
+                continue
+            rows = self._stepped(self.b[length:], session)
+            self._same(rows, self._after(self.a[:length], self.b[length:]), "what follows a crop")
+        if len(refused) == len(lengths):
+            raise _Broken(f"every crop is refused: {refused[0]}")
 
     def _batch(self) -> None:
         session = self.subject.session(batch=2)

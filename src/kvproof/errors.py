@@ -15,7 +15,8 @@
     │   ├── ContextError      a position is beyond the context
     │   └── CacheError        wrong layer or axes, duplicate or missing append, mixed requests
     └── SubjectError          the audited decoder raised; ``__cause__`` is its exception
-        └── MalformedRowError it returned something other than a row of logits
+        ├── MalformedRowError it returned something other than a row of logits
+        └── RefusedError      it cannot do this here, by design; the session is unchanged
 
 `kvproof.MismatchError` is an ``AssertionError`` instead, so that test runners show it as a failure.
 """
@@ -75,3 +76,11 @@ class SubjectError(KvproofError):
 
 class MalformedRowError(SubjectError):
     """The audited decoder returned no logits, or logits of another shape or type."""
+
+
+class RefusedError(SubjectError):
+    """The decoder cannot do this at this place, by design. Raise it in a crop, fork or reorder.
+
+    For example, a ring buffer cannot be cropped to a length whose entries it has overwritten. The session must be
+    as it was before. A scenario in which this happens is `not-checked`, with the message as its reason.
+    """

@@ -300,6 +300,7 @@ class Auditor:
                 continue
             check.rows += judged.rows
             check.raised = check.raised or judged.raised
+            check.refused = check.refused or judged.refused
             check.undecided = check.undecided or judged.undecided
             if judged.coverage.failed is None:
                 check.unreached = check.unreached or judged.coverage.missing(program)

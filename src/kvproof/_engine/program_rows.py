@@ -39,6 +39,7 @@ class ProgramRows:
     coverage: Coverage
     without_exact: str | None  #: why the float64 rung was left out, where it alone raised
     raised: Raise | None  #: what the cached path raised where the uncached path gives a row
+    refused: str | None  #: which operation the decoder cannot carry out there, by design
     undecided: str | None  #: why it ended early, where that proves nothing about the cached path
 
     @property
@@ -83,7 +84,9 @@ class RowAuditor:
             if self.uncached.top is None:
                 raise
             run, without_exact = self._run(program, fault, [self.uncached.declared]), str(error).splitlines()[0]
-        raised, undecided = run.coverage.raised, run.coverage.failed
+        raised, undecided, refused = run.coverage.raised, run.coverage.failed, run.coverage.refused
+        if refused is not None:
+            undecided = None
         if raised is not None:
             problem = self._uncached_problem(raised)
             raised, undecided = (raised, None) if problem is None else (None, problem)
@@ -98,6 +101,7 @@ class RowAuditor:
             coverage=run.coverage,
             without_exact=without_exact,
             raised=raised,
+            refused=refused,
             undecided=undecided,
         )
 

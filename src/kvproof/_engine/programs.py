@@ -12,7 +12,7 @@ from kvproof._engine.raises import describe_raise
 from kvproof._numerics.taps import Tap
 from kvproof.contract.results import Raise
 from kvproof.contract.stages import Site, Stage
-from kvproof.errors import SubjectError
+from kvproof.errors import RefusedError, SubjectError
 from kvproof.faults import Planting
 from kvproof.scenarios import (
     Action,
@@ -22,6 +22,7 @@ from kvproof.scenarios import (
     Generate,
     Open,
     Operation,
+    Reset,
     Scenario,
     SessionOperation,
     capacity,
@@ -58,6 +59,7 @@ class Coverage:
     num_finished: int = 0  #: how many operations have returned
     num_calls: int = 0  #: how many calls gave rows
     failed: str | None = None  #: why the operation after these did not return
+    refused: str | None = None  #: the same, if the decoder cannot carry out that operation there, by design
     raised: Raise | None = None  #: the same, if the decoder raised or gave a malformed row
 
     def missing(self, scenario: Scenario) -> str | None:
@@ -108,6 +110,13 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
         if offset >= num_new - (1 if operation.last_only else len(operation.ids[batch_row]))
     )
     return Call(rows=rows, tap=tap)
+
+
+def _may_be_refused(operation: Operation) -> bool:
+    """Return whether an operation may be refused: a plain call that feeds tokens is what a decoder is for."""
+    if isinstance(operation, Extend):
+        return operation.is_ragged
+    return not isinstance(operation, Generate | Reset | Open)
 
 
 class _ProgramRun:
@@ -164,6 +173,9 @@ class _ProgramRun:
             fed = operation.prompts if isinstance(operation, Generate) else ()
             fed = operation.ids if isinstance(operation, Extend) else fed
             self.coverage.failed = str(error)
+            if isinstance(error, RefusedError) and _may_be_refused(operation):
+                fed_before = f" after {max(map(len, consumed))} tokens" if consumed else ""
+                self.coverage.refused = f"{operation.describe()}{fed_before} was refused: {error}"
             self.coverage.raised = describe_raise(
                 error,
                 self.subject,

@@ -3,11 +3,11 @@
 import dataclasses
 from collections import Counter
 
-from kvproof._engine.conclusion import scenario_result
+from kvproof._engine.conclusion import empty_result, scenario_result
 from kvproof._engine.verdict_rules import judge_scenario
-from kvproof.contract.results import Divergence, ErrorRatio, FourWays, Raise, RowResult, ScenarioResult
+from kvproof.contract.results import Divergence, ErrorRatio, FourWays, Raise, RowResult, ScenarioResult, Verdict
 from kvproof.faults import Fault
-from kvproof.scenarios import Scenario
+from kvproof.scenarios import RANDOM_PROGRAMS, Scenario
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,10 +37,13 @@ class ScenarioCheck:
     four_ways: FourWays | None = None
     raised: Raise | None = None  #: the first time that the cached path raised
     undecided: str | None = None  #: why a program could not be run to its end, where that proves nothing
+    refused: str | None = None  #: which operation the decoder cannot carry out at its place, by design
     unreached: str | None = None  #: what a program was meant to reach or do, and did not
 
     def result(self, scenario: Scenario, *, is_proof: bool) -> ScenarioResult:
         """Return the scenario's result; ``is_proof`` says that a wrong value on the way is a bug by itself."""
+        # The other random programs show what they show; a scenario of the catalogue is what it says, or nothing.
+        is_cut = self.refused is not None and (scenario.name != RANDOM_PROGRAMS or not self.rows)
         verdict = judge_scenario(
             self.rows,
             errors=self.errors,
@@ -48,8 +51,11 @@ class ScenarioCheck:
             raised=self.raised is not None,
             undecided=self.undecided is not None,
             unreached=self.unreached is not None,
+            refused=is_cut,
         )
-        reasons = [reason for reason in (self.undecided, self.unreached) if reason is not None]
+        if verdict is Verdict.NOT_CHECKED and self.refused is not None:
+            return empty_result(scenario.name, verdict, self.refused, advice=scenario.advice)
+        reasons = [reason for reason in (self.undecided, self.unreached, self.refused) if reason is not None]
         return dataclasses.replace(
             scenario_result(scenario.name, verdict, tuple(self.rows), reason="; ".join(reasons) or None),
             advice=scenario.advice,

@@ -370,6 +370,7 @@ def judge_scenario(
     raised: bool = False,
     undecided: bool = False,
     unreached: bool = False,
+    refused: bool = False,
 ) -> Verdict:
     """Join the verdicts of a scenario's rows with everything else that happened in it.
 
@@ -377,13 +378,15 @@ def judge_scenario(
     can explain. ``raised``: the cached path raised, or gave a malformed row, where the uncached path gives a row.
     ``undecided``: there was no uncached row to compare with, or kvproof could not tell what a call did.
     ``unreached``: the scenario did not reach or do what it promises.
+    ``refused``: the decoder cannot do a part of it, by design; a pass without that part is not checked.
     """
     verdicts = [row.verdict for row in rows]
     verdicts += [Verdict.DIVERGED] if wrong_value or (errors is not None and are_too_large(errors)) else []
     verdicts += [Verdict.RAISED] if raised else []
     verdicts += [Verdict.INCONCLUSIVE] if undecided else []
     verdicts += [Verdict.VACUOUS] if unreached else []
-    return worst(verdicts)
+    verdict = worst(verdicts)
+    return Verdict.NOT_CHECKED if refused and verdict.passes else verdict
 
 
 def are_too_large(errors: ErrorRatio) -> bool:

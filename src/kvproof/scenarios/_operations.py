@@ -170,6 +170,10 @@ class Operation(ABC):
         """Return the operation's name in reports."""
         return cls.__name__.lower()
 
+    def describe(self) -> str:
+        """Return the operation in words."""
+        return self.kind()
+
     @property
     def needs(self) -> frozenset[Ability]:
         """Every ability that the operation uses."""
@@ -285,6 +289,10 @@ class Crop(Action):
     ability = Ability.CROP
 
     length: int
+
+    def describe(self) -> str:
+        """Return the operation in words."""
+        return f"crop to {self.length}"
 
     def fits_state(self, state: SessionState) -> bool:
         """Return whether the length is valid."""
