@@ -101,7 +101,8 @@ class _Examiner:
         """Yield each promise of the interface and of the declared abilities, with the function that tests it."""
         yield "rows are of the declared dtype, and the same each time", self._rows
         yield "tokens past the context are refused, and nothing is changed by that", self._context
-        yield "sessions do not affect each other", self._sessions
+        if not self.subject.one_session:
+            yield "sessions do not affect each other", self._sessions
         yield "a reset session is as good as a new one", self._reset
         for ability, promise, run in (
             (Ability.TAP, "a tap sees the tokens, and changes nothing by looking", self._looking),

@@ -137,7 +137,7 @@ def test_what_is_no_array_of_numbers_is_refused(value: Any, message: str):
     ("step", "message"),
     [
         (lambda ids, cache: table()[ids], "must return \\(logits, cache\\), not a ndarray"),
-        (lambda ids, cache: (table()[ids][:1], None), "gave 1 rows of logits for 2 tokens"),
+        (lambda ids, cache: (table()[ids][:1], None), "gave 1 row of logits for 2 tokens: .* pass last_row=True"),
         (lambda ids, cache: (table()[ids][None, None], None), "logits of shape \\(1, 1, 2, 11\\)"),
         (lambda ids, cache: 1 / 0, "raised ZeroDivisionError"),
     ],

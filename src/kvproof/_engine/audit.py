@@ -52,7 +52,9 @@ from kvproof.scenarios import (
     Scenario,
     compared_lengths,
     drawable_kinds,
+    fit_calls,
     longest_sequences,
+    walk,
 )
 from kvproof.subjects import Subject, as_subject, limits_of
 
@@ -114,7 +116,10 @@ def audit(
     if ids is not None or avoid_ids:
         subject = subject.with_ids(ids, avoid_ids)
     certificate = scenarios is None if certificate is None else certificate
-    programs = list(programs_for(subject, scenarios, length, seed))
+    programs = [
+        fit_calls(program, max_block=subject.max_block, last_row=subject.last_row)
+        for program in programs_for(subject, scenarios, length, seed)
+    ]
     auditor = Auditor(
         subject, tolerance, reference, top_rung=top_rung, all_values=all_values, jobs=jobs, repeats=repeats
     )
@@ -200,6 +205,7 @@ class Auditor:
         self.all_values = all_values
         self._uncertified: str | None = None
         self._misplaced: str | None = None
+        self._changes: tuple[str, ...] = ()  # of what the decoder keeps in itself
         self._side = SideResults()
         self.spreads: tuple[Spread, ...] = ()
 
@@ -240,7 +246,8 @@ class Auditor:
         longest = max((s for program in programs for s in longest_sequences(program)), key=len, default=())
         if not longest or self.repeats < 2:
             return None
-        return check_determinism(self.subject, longest, self.tolerance, self.repeats)
+        result, self._changes = check_determinism(self.subject, longest, self.tolerance, self.repeats)
+        return result
 
     def _take_literal_rows(self, programs: Sequence[Scenario]) -> None:
         """Judge the cached path of a subject that is not causal by literal rows: its passes give other ones."""
@@ -354,7 +361,7 @@ class Auditor:
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
         yield from self.uncached.ladder.notes()
-        yield from self.subject.notes()
+        yield from self.subject.notes(self._changes)
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
         if self._misplaced is not None:
@@ -383,6 +390,10 @@ class Auditor:
         skipped = next((program.skipped for program in programs if program.skipped), None)
         if skipped is not None:
             return skipped
+        if self.subject.one_session and any(
+            len(states) > 1 for program in programs for states in _states(program)
+        ):
+            return "the decoder holds one session at a time"
         needed = {ability for program in programs for ability in program.needs}
         missing = sorted(needed - set(self.subject.info.abilities), key=lambda ability: ability.value)
         if not missing:
@@ -462,6 +473,11 @@ class Auditor:
             return four_ways(self.uncached, ids, actual, row=row)
         except SubjectError:  # the finding stands without it
             return None
+
+
+def _states(program: Scenario) -> Iterator[Sequence[object]]:
+    """Yield what the open sessions hold after each operation."""
+    return (transition.after for transition in walk(program))
 
 
 def _is_worth_confirming(program: Scenario) -> bool:

@@ -57,7 +57,7 @@ from kvproof.faults import (
     probe,
     smallest,
 )
-from kvproof.scenarios import Ability, Extend, Scenario, longest_sequences
+from kvproof.scenarios import Ability, Extend, Scenario, fit_calls, longest_sequences
 from kvproof.subjects import Session
 
 #: The bisection stops once its bounds are within this factor.
@@ -235,7 +235,8 @@ class Certifier:
         position, site = fault.place.known_position, fault.place.known_site
         key = (fault.program, position, len(site.sequence))
         if key not in self.programs:
-            self.programs[key] = fault.program(site.sequence, site.other, position)
+            subject, program = self.rung.subject, fault.program(site.sequence, site.other, position)
+            self.programs[key] = fit_calls(program, max_block=subject.max_block, last_row=subject.last_row)
         return self.programs[key]
 
     def _num_operations(self, placed: Sequence[Fault]) -> int:

@@ -25,8 +25,10 @@ _NAMED = 3
 
 def check_determinism(
     subject: Subject, sequence: Prefix, tolerance: Tolerance, repeats: int
-) -> ScenarioResult | None:
+) -> tuple[ScenarioResult | None, tuple[str, ...]]:
     """Make one uncached call and one cached program ``repeats`` times; return a result where rows differ.
+
+    Also return the names of what the decoder keeps in itself and changes.
 
     The two take turns, so that what one leaves behind shows in the other. Rows that differ by no more than the
     declared tolerance, as from kernels that add in no fixed order, are let pass.
@@ -54,12 +56,12 @@ def check_determinism(
             )
             state = later
     if not rows:
-        return None
+        return None, tuple(changed)
     found = tuple(rows.values())
     reason = f"the same {' and the same '.join(rows)} twice give{'s' if len(rows) == 1 else ''} other rows"
     likely = [*_random(subject, drawn), *_changes(list(changed))]
     reason += f": {'; '.join(likely)}" if likely else "; what changes between the calls could not be seen"
-    return scenario_result(DETERMINISM, judge_scenario(found), found, reason=reason)
+    return scenario_result(DETERMINISM, judge_scenario(found), found, reason=reason), tuple(changed)
 
 
 def _cached(subject: Subject, ids: Prefix) -> Tensor:
@@ -83,7 +85,7 @@ def _worst(subject: Subject, ids: Prefix, first: Tensor, again: Tensor, toleranc
         if verdict is Verdict.MATCH:
             continue
         margin, margin_verdict = judge_margin(row, other, gap.size)
-        prefix = ids[: number + 1]
+        prefix = ids[: len(ids) - len(first) + number + 1]  # a cached call may give its last row alone
         return RowResult(
             ids=prefix,
             tokens=subject.decode(prefix),

@@ -22,7 +22,6 @@ from kvproof.scenarios import (
     Generate,
     Open,
     Operation,
-    Reset,
     Scenario,
     SessionOperation,
     capacity,
@@ -94,20 +93,20 @@ def run_program(
 
 
 def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
-    logits = session.extend(operation.ids)
-    num_new = logits.shape[1]
+    logits, num_new = session.extend(operation.ids), operation.num_columns
+    last_only = operation.last_only or logits.shape[1] < num_new  # a decoder may return its last row alone
     rows = tuple(
         Row(
             prefix=ids[: len(ids) - num_new + offset + 1],
             batch_row=batch_row,
             offset=offset,
             is_last=offset == num_new - 1,
-            logits=logits[batch_row, offset],
+            logits=logits[batch_row, offset - num_new],
         )
         for offset in range(num_new)
         for batch_row, ids in enumerate(session.ids)
         # The columns before a shorter row hold padding.
-        if offset >= num_new - (1 if operation.last_only else len(operation.ids[batch_row]))
+        if offset >= num_new - (1 if last_only else len(operation.ids[batch_row]))
     )
     return Call(rows=rows, tap=tap)
 
@@ -116,7 +115,7 @@ def _may_be_refused(operation: Operation) -> bool:
     """Return whether an operation may be refused: a plain call that feeds tokens is what a decoder is for."""
     if isinstance(operation, Extend):
         return operation.is_ragged
-    return not isinstance(operation, Generate | Reset | Open)
+    return not isinstance(operation, Generate | Open)
 
 
 class _ProgramRun:

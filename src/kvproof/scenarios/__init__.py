@@ -29,6 +29,7 @@ from kvproof.scenarios._builders import (
 )
 from kvproof.scenarios._calls import *  # noqa: F403
 from kvproof.scenarios._catalogue import catalogue, select
+from kvproof.scenarios._fit import fit_calls
 from kvproof.scenarios._operations import *  # noqa: F403
 from kvproof.scenarios._random import RANDOM_PROGRAMS, drawable_kinds, random_program, random_programs
 from kvproof.scenarios._states import SessionState
@@ -60,6 +61,7 @@ __all__ = [
     "compared_prefixes",
     "context_end",
     "drawable_kinds",
+    "fit_calls",
     "fork",
     "generation",
     "interleaved_requests",

@@ -141,8 +141,32 @@ class Subject(ABC):
         chosen._ids = TokenIds.choose(self.info.vocab_size, ids=ids, avoid=avoided)
         return chosen
 
-    def notes(self) -> Iterator[str]:
-        """Yield what the reader of a report must know about how the decoder is called."""
+    @property
+    def max_block(self) -> int | None:
+        """The most tokens that one call of a session takes for each row. A session splits longer ones itself."""
+        return None
+
+    @property
+    def last_row(self) -> bool:
+        """Whether a call of a session returns the logits after its last token alone."""
+        return False
+
+    @property
+    def one_session(self) -> bool:
+        """Whether the decoder holds one session at a time."""
+        return False
+
+    def notes(self, changes: Sequence[str] = ()) -> Iterator[str]:
+        """Yield what the reader of a report must know about how the decoder is called.
+
+        ``changes`` names what the decoder keeps in itself, by `state`, and changed in some calls.
+        """
+        if self.max_block is not None:
+            yield f"a call takes at most {self.max_block} tokens of a row (max_block), so longer ones are split"
+        if self.last_row:
+            yield "a call returns its last row of logits alone (last_row), so only these rows are compared"
+        if self.one_session:
+            yield "the decoder holds one session at a time (one_session), so nothing shows what sessions share"
         if self.token_ids.note is not None:
             yield self.token_ids.note
 
@@ -335,8 +359,8 @@ class Session(ABC):
         return max(map(len, self._ids))
 
     @final
-    def extend(self, ids: Sequence[Sequence[int]]) -> Float[Tensor, "batch new vocab"]:
-        """Consume each batch row's new tokens; return the logits that follow them.
+    def extend(self, ids: Sequence[Sequence[int]]) -> Float[Tensor, "batch kept vocab"]:
+        """Consume each batch row's new tokens; return the logits that follow them, or the last ones alone.
 
         Rows of unequal length can only start a session, and need `Ability.PAD`. They are right-aligned, so that
         the last logits of each row follow its last token. Raises `TokenError`, `ContextError`, `CacheError` or
@@ -354,7 +378,7 @@ class Session(ABC):
                 raise SessionError(f"rows of {len(row)} and {num_new} tokens in one call")
         check_context(start, num_new, info)
         logits = wrap_errors(lambda: self._extend(ids, start))
-        check_logits(logits, (len(ids), num_new, info.vocab_size))
+        check_logits(logits, (len(ids), 1 if self.subject.last_row else num_new, info.vocab_size))
         for consumed, row in zip(self._ids, ids, strict=True):
             consumed.extend(row)
         return logits
@@ -423,7 +447,7 @@ class Session(ABC):
         wrap_errors(lambda: self._put_tensors(layers))
 
     @abstractmethod
-    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Float[Tensor, "batch new vocab"]: ...
+    def _extend(self, ids: Sequence[Sequence[int]], start: int) -> Float[Tensor, "batch kept vocab"]: ...
 
     @abstractmethod
     def _crop(self, length: int) -> None: ...

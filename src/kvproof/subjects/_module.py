@@ -17,8 +17,21 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
-from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._cache_values import (
+    NO_END,
+    CacheOps,
+    CacheValueSubject,
+    Calls,
+    Columns,
+    as_tensor,
+    call_start,
+    keywords,
+    require_dtype,
+    row_abilities,
+    without_fork,
+)
 from kvproof.subjects._checks import wrap_errors
+from kvproof.subjects._kept_state import KeptState
 from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import layer_of, tapped
 from kvproof.subjects._token_ids import declared_padding, first_id
@@ -38,7 +51,7 @@ class ModuleSubject(CacheValueSubject):
         self,
         module: nn.Module,
         *,
-        cache: str,
+        cache: str | None = None,
         positions: str | None = None,
         mask: str | None = None,
         new_cache: str | None = None,
@@ -48,11 +61,18 @@ class ModuleSubject(CacheValueSubject):
         context_len: int = NO_END,
         windows: Sequence[int] = (),
         batch: bool = True,
-        start: Callable[[Any], Any] | None = None,
+        start: Callable[..., Any] | None = None,
         ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
         true_float64: bool = False,
         ids: Sequence[int] | None = None,
         avoid_ids: Sequence[int] = (),
+        first_options: Mapping[str, Any] | None = None,
+        state: Sequence[str] = (),
+        padding: bool | None = None,
+        max_block: int | None = None,
+        last_row: bool = False,
+        one_session: bool = False,
+        cast: Callable[[str], nn.Module] | None = None,
     ) -> None:
         """Wrap a module.
 
@@ -61,60 +81,61 @@ class ModuleSubject(CacheValueSubject):
         padding before it. ``cached_options`` and ``uncached_options`` are passed to each call of that path, such
         as ``{"use_cache": True}``. ``context_len`` is the number of positions, and ``windows`` are the lengths of
         sliding windows, if there are any; the audit chooses lengths around them. With ``batch``, sessions can
-        hold several rows. ``start(module)`` returns an empty cache in the module's own dtype; without it the
-        first call gets None. ``ops`` holds the operations on a cache besides feeding it. A module whose weights
-        are float64, or that is said to be by ``true_float64``, computes in float64 where its code asks for less.
+        hold several rows. ``start(module)``, or ``start(module, rows)``, returns an empty cache in the module's
+        own dtype; without it the first call gets None. ``ops`` holds the operations on a cache besides feeding
+        it. A module whose weights are float64, or that is said to be by ``true_float64``, computes
+        in float64 where its code asks for less.
 
         ``ids`` are the only token ids to feed, and ``avoid_ids`` are never fed. By default every id is fed except
         the padding that the module declares: ``padding_idx`` of an embedding, or ``config.pad_token_id``. Shorter
         rows are filled up with that token, or with id 0.
 
+        ``state`` names the buffers and attributes in which the module itself keeps its cache, such as
+        ``("layers.*.k", "length")``: kvproof saves them after each call and puts them back before the session's
+        next one, so that each session has its own. The operations in ``ops`` then get the module. A module whose
+        state cannot be copied is declared with ``one_session``: sessions do not run side by side. ``padding``
+        says whether sessions start with rows of unequal length; by default they do if ``positions`` and ``mask``
+        are named. ``first_options`` take the place of ``cached_options`` in the first call of a session.
+        ``max_block`` is the largest number of tokens that a call with a cache takes: longer calls are split. With
+        ``last_row`` such a call returns the logits after its last token alone, and only these are compared.
+        ``cast(dtype)`` returns the module in another dtype, such as ``"float64"``; by default that is a deep copy
+        with every tensor cast.
+
         Raises `UsageError` for a name that the module's ``forward`` does not accept or a token id outside the
-        vocabulary, and `SubjectError` if a
-        first call raises or does not return logits.
+        vocabulary, and `SubjectError` if a first call raises or does not return logits.
         """
+        self._given = keywords(locals(), without=("module", "name", "true_float64", "ids", "avoid_ids"))
         names = {"cache": cache, "positions": positions, "mask": mask}
         _check_names(module, {label: given for label, given in names.items() if given is not None})
         self.module = module.eval().requires_grad_(False)
         self.names = names
         self.new_cache = new_cache
         self.options = {True: dict(cached_options or {}), False: dict(uncached_options or {})}
-        self.ops = ops
-        self._start = start
-        self.batch = batch
+        self._first_options = dict(first_options) if first_options is not None else self.options[True]
+        self.ops = without_fork(ops) if one_session else ops
+        self._start, self._cast_to, self._has_state = start, cast, bool(state) or one_session
+        self.kept = KeptState.of_module(module, state) if state else None
+        self._empty_state = None if self.kept is None else self.kept.save()
+        self._calls = Calls(max_block=max_block, last_row=last_row, one_session=one_session)
         self._boundaries = Boundaries(context_len=context_len, windows=tuple(windows))
         tensors = (*module.parameters(), *module.buffers())
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self._true_float64 = true_float64 or any(tensor.dtype is torch.float64 for tensor in tensors)
         self._padding = declared_padding(module)
-        first = first_id(ids, (*self._padding, *avoid_ids))
-        row = wrap_errors(lambda: self._rows([first], untouched))
-        padded = positions is not None and mask is not None
+        tried = first_id(ids, (*self._padding, *avoid_ids))
+        row = wrap_errors(lambda: self._rows([tried], untouched))
+        padded = (positions is not None and mask is not None) if padding is None else padding
         self._info = SubjectInfo(
             name=name or type(module).__name__,
             digest=weights_digest(module),
             mode="eval",
             dtype=name_of(row.dtype),
-            num_layers=1 + max((layer_of(part) or 0 for part, _ in module.named_modules()), default=0),
+            num_layers=_num_layers(module),
             vocab_size=row.shape[-1],
             context_len=context_len,
-            abilities=(
-                Ability.CAST,
-                Ability.TAP,
-                *((Ability.BATCH,) if batch else ()),
-                *((Ability.PAD,) if batch and padded else ()),
-                *ops.abilities(),
-            ),
+            abilities=(Ability.CAST, Ability.TAP, *row_abilities(batch, padded), *self.ops.abilities()),
         )
-
-        self._padding = tuple(i for i in self._padding if i < self._info.vocab_size)
-        if ids is not None or avoid_ids:
-            self._ids = self.with_ids(ids, avoid_ids).token_ids
-
-    @property
-    def avoided_ids(self) -> tuple[int, ...]:
-        """The padding ids that the module declares."""
-        return self._padding
+        self._choose_ids(ids, avoid_ids)
 
     @property
     def info(self) -> SubjectInfo:
@@ -128,7 +149,8 @@ class ModuleSubject(CacheValueSubject):
 
     def state(self) -> Mapping[str, object]:
         """The module's tensors and plain attributes."""
-        return state_of_module(self.module)
+        known = frozenset() if self.kept is None else self.kept.names
+        return {name: mark for name, mark in state_of_module(self.module).items() if name not in known}
 
     def random_parts(self) -> Iterator[str]:
         """Yield training mode, and dropout given as a number."""
@@ -139,13 +161,18 @@ class ModuleSubject(CacheValueSubject):
         """The module."""
         return self.module
 
-    def start(self) -> Any:
+    def start(self, num_rows: int) -> Any:
         """Return an empty cache, or None if the module creates its own."""
-        if self._start is None:
-            return None
-        with ExitStack() as stack:
-            self._enter(stack)
-            return self._start(self.module)
+        if self.kept is not None:
+            self.kept.load(self._empty_state)
+        made = None
+        if self._start is not None:
+            with ExitStack() as stack:
+                self._enter(stack)
+                made = call_start(self._start, self.module, num_rows)
+        if self.kept is not None:
+            return self.kept.save()
+        return self.module if made is None and self.one_session else made
 
     def _enter(self, stack: ExitStack) -> None:
         """Enter what the module's own code runs in."""
@@ -157,24 +184,34 @@ class ModuleSubject(CacheValueSubject):
         self, old: Sequence[Sequence[int]], new: Sequence[Sequence[int]], cache: Any, tap: Tap
     ) -> tuple[Tensor, Any]:
         """Feed new tokens; shorter rows are padded on the left."""
-        num_new = max(map(len, new))
-        rows = [[*before, *ids] for before, ids in zip(old, new, strict=True)]
-        total = max(map(len, rows))
-        padding = self._padding[0] if self._padding else 0
-        tokens = self._tensor([[padding] * (total - len(row)) + row for row in rows])
-        real = self._tensor([[0] * (total - len(row)) + [1] * len(row) for row in rows])
-        positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, -num_new:]
-        arguments = {"cache": cache, "positions": positions, "mask": real}
-        output = self._call(tap, tokens[:, -num_new:], arguments, cached=True)
+        columns = Columns.of(old, new, self._padding[0] if self._padding else 0)
+        arguments = {
+            "cache": cache,
+            "positions": self._tensor(columns.positions),
+            "mask": self._tensor(columns.real),
+        }
+        options = self.options[True] if any(old) else self._first_options
+        output = self._call(tap, self._tensor(columns.tokens), arguments, options)
         return self._read(output, cache)
 
     def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
-        tokens = self._tensor([list(ids)])
+        return self._kept_rows(ids, tap, range(len(ids)))
+
+    def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Tensor:
+        """Return rows from one call, or from one call per row if a call returns only its last row."""
+        rows = self._uncached(ids, tap)
+        if len(rows) == len(ids):
+            return rows[keep.start : keep.stop]
+        if len(rows) != 1:
+            raise MalformedRowError(f"the module gave {len(rows)} rows of logits for {len(ids)} tokens")
+        return torch.cat([self._uncached(ids[: position + 1], untouched)[-1:] for position in keep])
+
+    def _uncached(self, ids: Sequence[int], tap: Tap) -> Tensor:
         positions = torch.arange(len(ids), device=self.device)[None]
-        output = self._call(tap, tokens, {"positions": positions}, cached=False)
+        output = self._call(tap, self._tensor([list(ids)]), {"positions": positions}, self.options[False])
         return _logits(output)[0]
 
-    def _call(self, tap: Tap, tokens: Tensor, arguments: dict[str, Any], *, cached: bool) -> Any:
+    def _call(self, tap: Tap, tokens: Tensor, arguments: dict[str, Any], options: Mapping[str, Any]) -> Any:
         named = {str(self.names[key]): value for key, value in arguments.items() if self.names[key] is not None}
         with ExitStack() as stack:
             self._enter(stack)
@@ -184,7 +221,7 @@ class ModuleSubject(CacheValueSubject):
                     if key in arguments and self.names[key] is not None:
                         named[str(self.names[key])] = tap(Site(stage), arguments[key])
                 stack.enter_context(tapped(self.module, tap, (tokens.shape[0], tokens.shape[1])))
-            return self.module(tokens, **named, **self.options[cached])
+            return self.module(tokens, **named, **options)
 
     def _read(self, output: Any, cache: Any) -> tuple[Tensor, Any]:
         """Return the logits and the cache from the output of a call with a cache."""
@@ -195,7 +232,7 @@ class ModuleSubject(CacheValueSubject):
             return logits, getattr(output, self.new_cache)
         if isinstance(output, tuple) and len(output) == 2:
             return logits, output[1]
-        if cache is None:
+        if cache is None and not self._has_state:
             raise SubjectError(
                 f"the module returned a {type(output).__name__} and no cache: it returns (logits, cache); or "
                 "new_cache= names the attribute, or start= makes a cache that changes in place"
@@ -206,23 +243,21 @@ class ModuleSubject(CacheValueSubject):
         return torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device)
 
     def _cast(self, dtype: torch.dtype) -> "ModuleSubject":
+        if self.kept is not None:
+            self.kept.load(self._empty_state)
         cast = ModuleSubject(
-            cast_module(self.module, dtype),
-            **dict(self.names.items()),  # type: ignore[arg-type]
-            new_cache=self.new_cache,
-            cached_options=self.options[True],
-            uncached_options=self.options[False],
+            cast_module(self.module, dtype) if self._cast_to is None else self._cast_to(name_of(dtype)),
+            **self._given,
             name=self.info.name,
-            context_len=self.info.context_len,
-            windows=self._boundaries.windows,
-            batch=self.batch,
-            start=self._start,
-            ops=self.ops,
             true_float64=dtype is torch.float64,
             ids=self.token_ids.ids,
         )
         require_dtype(cast.info.dtype, dtype, "casting the module")
         return cast
+
+
+def _num_layers(module: nn.Module) -> int:
+    return 1 + max((layer_of(part) or 0 for part, _ in module.named_modules()), default=0)
 
 
 def _check_names(module: nn.Module, names: Mapping[str, str]) -> None:
@@ -242,6 +277,8 @@ def _logits(output: Any) -> Tensor:
     """Return the logits (batch, token, vocab) from a module's output."""
     value = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
     logits = as_tensor(value, "the logits")
+    if logits.dim() == 2:  # of the last token alone
+        logits = logits[:, None]
     if logits.dim() != 3:
         raise MalformedRowError(
             f"the module gave logits of shape {tuple(logits.shape)}, not (batch, token, vocab)"
