@@ -153,3 +153,35 @@ def test_boundaries_that_say_another_context_are_named(subject: ReferenceSubject
         "BROKEN: tokens past the context are refused, and nothing is changed by that: the boundaries say 99 "
         f"positions, the info {subject.info.context_len}"
     ]
+
+
+def raising(ids: Any, cache: Any) -> Any:
+    raise KeyError("no such layer")
+
+
+def test_what_raises_is_shown_with_its_own_file_and_line():
+    result = conformance.check(CallableSubject(sums()[0], raising))
+    line = raising.__code__.co_firstlineno + 1
+    broken = [check for check in result.checks if check.problem]
+    assert broken
+    assert all(
+        check.where is not None and check.where.endswith(f"test_conformance.py:{line} in raising")
+        for check in broken
+    ), result
+    assert f"the decoder raised KeyError: 'no such layer' ({broken[0].where})" in str(result)
+
+
+def test_an_adapter_that_returns_anything_is_a_broken_promise_and_no_crash(subject: ReferenceSubject):
+    class Adapter(ReferenceSubject):
+        def _session(self, opening: Any) -> Any:
+            return None
+
+    result = conformance.check(Adapter(subject.checkpoint))
+    assert not result.passed
+    assert "AttributeError: 'NoneType' object has no attribute" in str(result)
+
+
+def test_a_quick_check_leaves_out_what_is_slow(subject: ReferenceSubject):
+    quick = conformance.check(subject, quick=True)
+    assert quick.passed
+    assert {check.promise for check in quick.checks} < {c.promise for c in conformance.check(subject).checks}

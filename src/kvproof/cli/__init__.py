@@ -10,6 +10,7 @@ import click
 
 from kvproof.cli.audit import audit
 from kvproof.cli.catalogue import faults
+from kvproof.cli.check import check
 from kvproof.cli.generate import generate
 from kvproof.cli.lesson import lesson, milestone
 from kvproof.cli.options import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OUTPUT, EXIT_USAGE
@@ -32,7 +33,7 @@ def cli() -> None:
     """
 
 
-for _command in (milestone, audit, generate, replay, faults, sweep, render, shrink, lesson):
+for _command in (milestone, audit, check, generate, replay, faults, sweep, render, shrink, lesson):
     cli.add_command(_command)
 
 

@@ -29,11 +29,12 @@ from kvproof.cli.outputs import (
 )
 from kvproof.cli.progress import show_progress
 from kvproof.errors import UsageError
-from kvproof.subjects._registry import describe_extras, describe_targets, runs_on_one_thread
+from kvproof.subjects._registry import describe_extras, describe_targets, runs_named_code, runs_on_one_thread
 
 if TYPE_CHECKING:
     from kvproof._engine.uncached_rows import Reference
     from kvproof.contract.report import AuditRequest, Report
+    from kvproof.subjects import Subject
 
     Ids = tuple[int, ...]
 
@@ -168,6 +169,7 @@ def _run(
         subject = load_target(target, loading.options(seed))
         if options.ids is not None or options.avoid_ids is not None:
             subject = subject.with_ids(read_ids(options.ids), read_ids(options.avoid_ids) or ())
+        problems = _adapter_problems(subject) if target is not None and runs_named_code(target) else []
         truth = None
         if options.truth is not None:
             progress.stage(f"loading {options.truth}")
@@ -192,7 +194,16 @@ def _run(
             jobs=options.jobs,
             fail_fast=options.fail_fast,
         )
-    return report, (first, other)
+    return replace(report, notes=(*problems, *report.notes)), (first, other)
+
+
+def _adapter_problems(subject: "Subject") -> list[str]:
+    """Return what the quick part of ``kvproof check`` finds, as notes: an audit reports it as the decoder's."""
+    from kvproof import conformance
+
+    broken = [check for check in conformance.check(subject, quick=True).checks if check.problem is not None]
+    advice = ["if you wrote the adapter, look there first: kvproof check TARGET checks all its promises"]
+    return [str(check) for check in broken] + (advice if broken else [])
 
 
 def _print_scenarios(length: int) -> None:

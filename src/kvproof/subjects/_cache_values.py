@@ -102,10 +102,8 @@ class CacheValueSubject(Subject):
         if changes and not self.one_session:
             more = f" and {len(changes) - _MAX_NAMED} more" if len(changes) > _MAX_NAMED else ""
             listed = f"{', '.join(changes[:_MAX_NAMED])}{more}"
-            yield (
-                "calls change something that the decoder keeps in itself and all sessions share: "
-                f"{listed}; if that is its cache, declare it with state= or one_session=, or findings may come from the sharing"
-            )
+            yield f"the decoder keeps something in itself that calls change and all sessions share: {listed}"
+            yield "if that is its cache, declare it with state= or one_session=: findings may come from sharing it"
 
     @property
     def seed(self) -> int | None:

@@ -20,6 +20,7 @@ from kvproof.subjects import _registry
 from kvproof.subjects._adapter import Adapter, LoadOptions, Target
 from kvproof.subjects._base import Subject
 from kvproof.subjects._callables import CallableSubject
+from kvproof.subjects._frames import place_of
 from kvproof.subjects._registry import split_factory
 
 
@@ -118,4 +119,6 @@ def _run(what: str, call: Callable[[], Any]) -> Any:
     except KvproofError as error:
         raise UsageError(f"{what}: {error}") from error
     except Exception as error:
-        raise UsageError(f"{what} raised {type(error).__name__}: {error}") from error
+        place = place_of(error)
+        where = "" if place is None else f" ({place})"
+        raise UsageError(f"{what} raised {type(error).__name__}: {error}{where}") from error
