@@ -79,7 +79,7 @@ class MalformedRowError(SubjectError):
 
 
 class RefusedError(SubjectError):
-    """The decoder cannot do this at this place, by design. Raise it in a crop, fork or reorder.
+    """The decoder cannot do this at this place, by design: a crop, fork or reorder, or a generation method.
 
     For example, a ring buffer cannot be cropped to a length whose entries it has overwritten. The session must be
     as it was before. A scenario in which this happens is `not-checked`, with the message as its reason.

@@ -20,6 +20,7 @@ from kvproof.scenarios import (
     Extend,
     Fork,
     Generate,
+    Method,
     Open,
     Operation,
     Scenario,
@@ -112,10 +113,12 @@ def _extend(session: Session, operation: Extend, tap: Tap) -> Call:
 
 
 def _may_be_refused(operation: Operation) -> bool:
-    """Return whether an operation may be refused: a plain call that feeds tokens is what a decoder is for."""
+    """Return whether an operation may be refused: feeding tokens, and generating greedily, may not."""
     if isinstance(operation, Extend):
         return operation.is_ragged
-    return not isinstance(operation, Generate | Open)
+    if isinstance(operation, Generate):
+        return operation.method is not Method.GREEDY
+    return not isinstance(operation, Open)
 
 
 class _ProgramRun:

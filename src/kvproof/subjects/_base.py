@@ -278,6 +278,10 @@ class Subject(ABC):
     def generate(self, operation: Generate, make_tap: Callable[[], Tap] = lambda: untouched) -> Generated:
         """Generate through the decoder's own library, with every choice forced; each forward gets its own tap.
 
+        Returns every forward that the library ran, in order, as `GeneratedCall`: together they must hold the row
+        before each choice of ``operation.steps``. An adapter returns the same from ``_generate``, and calls
+        ``make_tap()`` once for each forward. It raises `RefusedError` for a method that the library lacks.
+
         Raises `UsageError` for steps that the method does not support, `TokenError`, `ContextError`, and
         `SubjectError` if the library raises or does not return every row that the operation compares.
         """

@@ -103,7 +103,7 @@ class CacheValueSubject(Subject):
             more = f" and {len(changes) - _MAX_NAMED} more" if len(changes) > _MAX_NAMED else ""
             listed = f"{', '.join(changes[:_MAX_NAMED])}{more}"
             yield f"the decoder keeps something in itself that calls change and all sessions share: {listed}"
-            yield "if that is its cache, declare it with state= or one_session=: findings may come from sharing it"
+            yield "if that is its cache, declare it with state= or one_session=: findings may come from that"
 
     @property
     def seed(self) -> int | None:
