@@ -119,7 +119,7 @@ class Subject(ABC):
         return False
 
     @property
-    def avoided_ids(self) -> tuple[int, ...]:
+    def avoided_ids(self) -> Collection[int]:
         """The ids that a program must not feed unless its author asks for them, such as the padding token's."""
         return ()
 
