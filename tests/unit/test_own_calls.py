@@ -371,3 +371,12 @@ def test_start_gets_the_number_of_rows_if_it_has_a_place_for_it():
     ModuleSubject(module, cache="memory", start=start).session(batch=3)
     assert seen == [(module, 3)]
     ModuleSubject(module, cache="memory", start=lambda module, dtype=None: dtype).session(batch=3)
+
+
+def test_a_padded_batch_that_is_longer_than_a_block_is_not_checked():
+    report = audit(ModuleSubject(Masked(), cache="memory", mask="mask", padding=True, max_block=4))
+    padded = result(report, "left-padded batch")
+    assert padded.verdict is Verdict.NOT_CHECKED
+    assert padded.reason is not None
+    assert "a padded batch of 14 tokens is longer than the largest call of 4" in padded.reason
+    assert result(report, "batch").verdict.passes
