@@ -89,3 +89,11 @@ def test_an_audit_checks_the_adapter_first_and_its_verdict_stays(mine: str):
 def test_token_ids_are_chosen_here_too(mine: str):
     assert run("check", f"{mine}:sound", "--ids", "3,5-7").status == 0
     assert run("check", f"{mine}:sound", "--avoid-ids", "x").refused("'x' is no token id")
+
+
+def test_a_decoder_that_cannot_take_token_0_is_loaded_with_others(mine: str, tmp_path: Path):
+    with (tmp_path / mine).open("a") as file:
+        file.write("\n\ndef no_zero():\n    return lambda ids: full(ids) if all(ids) else 1 / 0, step\n")
+    assert run("check", f"{mine}:no_zero").refused("ZeroDivisionError")
+    assert run("check", f"{mine}:no_zero", "--avoid-ids", "0").status == 0
+    assert run("audit", f"{mine}:no_zero", "--avoid-ids", "0", "--scenario", "token-by-token").status == 0

@@ -95,7 +95,17 @@ def test_a_decoder_that_cannot_take_token_0_is_tried_with_another():
         assert 0 not in ids
         return full(ids)
 
-    assert audit(CallableSubject(refusing, step, avoid_ids=(0,))).verdict.passes
+    def stepping(ids: Any, cache: Any) -> Any:
+        assert 0 not in ids
+        return step(ids, cache)
+
+    report = audit((refusing, stepping), avoid_ids=(0,))
+    assert report.verdict.passes, report
+    assert report.certificate is not None  # planted faults feed no other token either
+    assert all(fault.reason is None for fault in report.certificate.faults)
+    subject = CallableSubject(refusing, stepping, avoid_ids=(0,))
+    assert conformance.check(subject).passed
+    assert audit(subject, random_programs(limits_of(subject), num=20, seed=0, max_len=20)).verdict.passes
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,7 @@ def audit(
     or gives a malformed row, is `raised`, and says what was raised and where; if the uncached path raises for
     these tokens too, it is inconclusive. What a session refuses comes through: the scenario is wrong.
     """
-    subject = as_subject(decoder)
-    if ids is not None or avoid_ids:
-        subject = subject.with_ids(ids, avoid_ids)
+    subject = as_subject(decoder, ids=ids, avoid_ids=avoid_ids)
     certificate = scenarios is None if certificate is None else certificate
     programs = [
         fit_calls(program, max_block=subject.max_block, last_row=subject.last_row)

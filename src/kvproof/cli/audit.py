@@ -166,9 +166,8 @@ def _run(
     tiny = runs_on_one_thread(target)
     with show_progress(options.quiet, timed=True) as progress, use_one_thread() if tiny else nullcontext():
         progress.stage(f"loading {target or loading.config}")
-        subject = load_target(target, loading.options(seed))
-        if options.ids is not None or options.avoid_ids is not None:
-            subject = subject.with_ids(read_ids(options.ids), read_ids(options.avoid_ids) or ())
+        used, avoided = read_ids(options.ids), read_ids(options.avoid_ids) or ()
+        subject = load_target(target, replace(loading.options(seed), ids=used, avoid_ids=avoided))
         problems = _adapter_problems(subject) if target is not None and runs_named_code(target) else []
         truth = None
         if options.truth is not None:

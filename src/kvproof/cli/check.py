@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import click
 
@@ -31,9 +32,8 @@ def check(target: str, seed: int, loading: Loading, ids: str | None, avoid_ids: 
 
         with use_one_thread() if runs_on_one_thread(target) else nullcontext():
             progress.stage(f"loading {target}")
-            subject = load_target(target, loading.options(seed))
-            if ids is not None or avoid_ids is not None:
-                subject = subject.with_ids(read_ids(ids), read_ids(avoid_ids) or ())
+            used, avoided = read_ids(ids), read_ids(avoid_ids) or ()
+            subject = load_target(target, replace(loading.options(seed), ids=used, avoid_ids=avoided))
             progress.stage("checking promises")
             found = conformance.check(subject)
     text = "".join(f"{each}\n" for each in found.checks if each.problem) if quiet else f"{found}\n"

@@ -17,6 +17,8 @@ class LoadOptions:
     device: str = "cpu"
     trust_remote_code: bool = False  #: run code that comes with the model
     network: bool = False  #: download a model that is not in the local hub cache
+    ids: tuple[int, ...] | None = None  #: the only token ids that programs feed
+    avoid_ids: tuple[int, ...] = ()  #: token ids that no program feeds
     config: Path | None = None  #: instead of a target: a random model of this configuration
 
 

@@ -1,6 +1,6 @@
 """The adapter for a decoder that consists of two functions, in any framework."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -60,8 +60,8 @@ class CallableSubject(CacheValueSubject):
         ops: CacheOps = CacheOps(),  # noqa: B008 - it is frozen
         cast: Callable[[str], tuple[Any, ...]] | None = None,
         true_float64: bool = False,
-        ids: Sequence[int] | None = None,
-        avoid_ids: Sequence[int] = (),
+        ids: Collection[int] | None = None,
+        avoid_ids: Collection[int] = (),
         first: First | None = None,
         start: Callable[..., Any] | None = None,
         state: tuple[Callable[[], Any], Callable[[Any], None]] | None = None,

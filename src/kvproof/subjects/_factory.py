@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -31,13 +31,13 @@ class FactoryAdapter(Adapter):
         """Import the function, call it and return its decoder as a subject."""
         names = split_factory(target.text)
         assert names is not None
-        return call_factory(target.text, *names)
+        return call_factory(target.text, *names, options)
 
 
 ADAPTER = FactoryAdapter()
 
 
-def call_factory(target: str, home: str, name: str) -> Subject:
+def call_factory(target: str, home: str, name: str, options: LoadOptions) -> Subject:
     """Return the decoder that a factory creates.
 
     Raises `UsageError` for a module or name that does not exist, and for a factory that raises or returns
@@ -49,21 +49,27 @@ def call_factory(target: str, home: str, name: str) -> Subject:
         found = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         own = [n for n in found if getattr(getattr(module, n), "__module__", None) == module.__name__]
         raise UsageError(f"{home} has no function {name!r}; it has: {', '.join(sorted(own)) or 'none'}")
-    return as_subject(_run(target, factory), target)
+    return as_subject(_run(target, factory), target, ids=options.ids, avoid_ids=options.avoid_ids)
 
 
-def as_subject(decoder: object, name: str | None = None) -> Subject:
+def as_subject(
+    decoder: object,
+    name: str | None = None,
+    *,
+    ids: Collection[int] | None = None,
+    avoid_ids: Collection[int] = (),
+) -> Subject:
     """Return a subject for a decoder: a `Subject`, two functions (full, step), or an engine's own object.
+
+    ``ids`` and ``avoid_ids`` choose the token ids that programs feed, as in `Subject.with_ids`.
 
     Raises `UsageError` for anything else, and for a torch module, as kvproof cannot guess its argument names.
     """
-    if isinstance(decoder, Subject):
-        return decoder
     if isinstance(decoder, tuple) and len(decoder) == 2 and all(map(callable, decoder)):
-        return CallableSubject(*decoder, name=name)
-    adopted = _adopt(decoder, name)
+        return CallableSubject(*decoder, name=name, ids=ids, avoid_ids=avoid_ids)
+    adopted = decoder if isinstance(decoder, Subject) else _adopt(decoder, name)
     if adopted is not None:
-        return adopted
+        return adopted if ids is None and not avoid_ids else adopted.with_ids(ids, avoid_ids)
     if isinstance(decoder, nn.Module):
         kind = type(decoder).__name__
         raise UsageError(

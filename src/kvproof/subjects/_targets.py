@@ -21,8 +21,8 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
 
     ``target`` is any form that the registry lists, such as a folder or ``random:TYPE``.
 
-    Raises `UsageError` for a target that does not exist, cannot be loaded or cannot be audited, for a device or
-    dtype that does not exist, and if the engine's library is missing or is an untested release.
+    Raises `UsageError` for a target that does not exist, cannot be loaded or cannot be audited, for a device,
+    dtype or token id that does not exist, and if the engine's library is missing or is an untested release.
     """
     if (target is None) == (options.config is None):
         raise UsageError("give a TARGET or --config FILE, and not both")
@@ -40,6 +40,8 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
         subject = wrap_errors(lambda: adapter.load(parts, options))
     except SubjectError as error:
         raise UsageError(f"{label} cannot be audited: {str(error).splitlines()[0]}") from error
+    if options.ids is not None or options.avoid_ids:
+        subject = subject.with_ids(options.ids, options.avoid_ids)
     if options.dtype in (None, subject.info.dtype):
         return subject
     if Ability.CAST not in subject.info.abilities:
