@@ -380,3 +380,51 @@ def test_a_padded_batch_that_is_longer_than_a_block_is_not_checked():
     assert padded.reason is not None
     assert "a padded batch of 14 tokens is longer than the largest call of 4" in padded.reason
     assert result(report, "batch").verdict.passes
+
+
+def right_padded(dtype: str = "float32", *, counts_padding: bool = False) -> tuple[Any, Any]:
+    """A decoder of batches that are padded on the right; what is broken continues after the padding."""
+    rows = table(dtype)
+
+    def full(ids: Any) -> Any:
+        return (rows[ids] * (1 + np.arange(len(ids))[:, None]).astype(dtype)).cumsum(axis=0)
+
+    def step(ids: Any, cache: Any, lengths: Any) -> Any:
+        start, sums = (np.zeros(len(ids), int), np.zeros((len(ids), VOCAB), dtype)) if cache is None else cache
+        at = start[:, None] + np.arange(ids.shape[1])
+        real = np.ones_like(at) if counts_padding else at < lengths[:, None]
+        weighed = rows[ids] * (1 + at)[..., None].astype(dtype) * real[..., None].astype(dtype)
+        logits = weighed.cumsum(axis=1) + sums[:, None]
+        return logits, (lengths, logits[:, -1])
+
+    return full, step
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_shorter_rows_may_be_padded_on_the_right(broken: bool):
+    def decoder(dtype: str = "float32") -> tuple[Any, Any]:
+        return right_padded(dtype, counts_padding=broken)
+
+    report = audit(CallableSubject(*decoder(), cast=decoder, batch=True, lengths="lengths"))
+    assert result(report, "batch").verdict.passes, report
+    padded = result(report, "left-padded batch").verdict
+    assert padded is Verdict.DIVERGED if broken else padded.passes
+    assert report.verdict.passes == (not broken)
+
+
+def test_right_padding_gives_positions_and_a_mask_by_slot():
+    seen: list[Any] = []
+
+    def step(ids: Any, cache: Any, **given: Any) -> Any:
+        seen.append((ids.tolist(), {name: value.tolist() for name, value in given.items()}))
+        return np.zeros((*ids.shape, VOCAB), "float32"), 0
+
+    names = {"positions": "at", "mask": "real", "lengths": "lengths"}
+    session = CallableSubject(sums()[0], step, batch=True, **names).session(batch=2)
+    session.extend([[5, 6, 7], [8]])
+    session.extend([[1], [2]])
+    (first, given), (second, later) = seen
+    assert first == [[5, 6, 7], [8, 0, 0]]
+    assert given == {"at": [[0, 1, 2], [0, 0, 0]], "real": [[1, 1, 1], [1, 0, 0]], "lengths": [3, 1]}
+    assert second == [[1], [2]]
+    assert later == {"at": [[3], [1]], "real": [[1, 1, 1, 1], [1, 1, 0, 0]], "lengths": [4, 2]}

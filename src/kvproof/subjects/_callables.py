@@ -69,6 +69,7 @@ class CallableSubject(CacheValueSubject):
         batch: bool = False,
         positions: str | None = None,
         mask: str | None = None,
+        lengths: str | None = None,
         max_block: int | None = None,
         last_row: bool = False,
         one_session: bool = False,
@@ -92,9 +93,11 @@ class CallableSubject(CacheValueSubject):
         With ``batch``, ``step`` gets ids (batch, new) and returns logits (batch, new, vocab). ``positions`` and
         ``mask`` are the names under which it takes the positions of the new tokens, of the shape of the ids, and
         a mask (batch, seq), or (seq,), of 1 for a token and 0 for the padding before it. With ``batch`` and
-        ``mask``, sessions start with rows of unequal length. ``windows`` are the lengths of sliding windows.
-        ``max_block`` is the largest number of tokens that a call of ``step`` takes: longer calls are split. With
-        ``last_row`` a call returns the logits after its last token alone, and only these are compared.
+        ``mask``, sessions start with rows of unequal length. With ``lengths``, the name under which ``step``
+        takes how many tokens each row holds after the call, (batch,), shorter rows are padded on the right
+        instead. ``windows`` are the lengths of sliding windows. ``max_block`` is the largest number of tokens
+        that a call of ``step`` takes: longer calls are split. With ``last_row`` a call returns the logits after
+        its last token alone, and only these are compared.
 
         Raises `UsageError` for an argument that is not callable or a token id outside the vocabulary, and
         `SubjectError` if ``full`` raises or does not return logits.
@@ -107,7 +110,7 @@ class CallableSubject(CacheValueSubject):
         self.ops = without_fork(ops) if one_session else ops
         self.kept = None if state is None else KeptState(None, *state)
         self._empty_state = None if self.kept is None else self.kept.save()
-        self._batch, self._names = batch, {"positions": positions, "mask": mask}
+        self._batch, self._names = batch, {"positions": positions, "mask": mask, "lengths": lengths}
         self._calls = Calls(max_block=max_block, last_row=last_row, one_session=one_session)
         self._boundaries = Boundaries(context_len=context_len, windows=tuple(windows))
         self._true_float64 = true_float64
@@ -127,7 +130,7 @@ class CallableSubject(CacheValueSubject):
             abilities=(
                 Ability.TAP,
                 *((Ability.CAST,) if cast else ()),
-                *row_abilities(batch, mask is not None),
+                *row_abilities(batch, mask is not None or lengths is not None),
                 *self.ops.abilities(),
             ),
         )
@@ -166,8 +169,14 @@ class CallableSubject(CacheValueSubject):
         """Feed new tokens; shorter rows are padded on the left."""
         columns = Columns.of(old, new, self._padding[0] if self._padding else 0)
         given = {"positions": np.array(columns.positions), "mask": np.array(columns.real)}
-        named = {str(name): given[key] for key, name in self._names.items() if name is not None}
+        given["lengths"] = given["mask"].sum(axis=1)
         tokens = _shown(columns.tokens, tap)
+        pads = [max(map(len, new)) - len(ids) if self._names["lengths"] else 0 for ids in new]
+        if self._names["lengths"]:
+            given["mask"] = -np.sort(-given["mask"], axis=1)
+            given["positions"] = _shift(given["positions"], pads)
+            tokens = _shift(tokens, pads)
+        named = {str(name): given[key] for key, name in self._names.items() if name is not None}
         if not self._batch:
             tokens, named = tokens[0], {name: value[0] for name, value in named.items()}
         with self._mode():
@@ -189,6 +198,8 @@ class CallableSubject(CacheValueSubject):
             logits = logits[None]
         if logits.dim() != 3:
             raise MalformedRowError(f"logits of shape {tuple(logits.shape)}: they are (batch, token, vocab)")
+        if any(pads) and logits.shape[1] > 1:  # the interface aligns rows at their last token
+            logits = torch.stack([row.roll(pad, dims=0) for row, pad in zip(logits, pads, strict=True)])
         return logits, returned[1]
 
     def _rows(self, ids: Sequence[int], tap: Tap) -> Tensor:
@@ -246,6 +257,11 @@ class CallableSubject(CacheValueSubject):
         )
         require_dtype(cast.info.dtype, dtype, "casting the functions")
         return cast
+
+
+def _shift(values: np.ndarray, places: Sequence[int]) -> np.ndarray:
+    """Return each row moved to the left by so many places, with what falls off at its end."""
+    return np.stack([np.roll(row, -num) for row, num in zip(values, places, strict=True)])
 
 
 def _shown(ids: Sequence[Sequence[int]], tap: Tap) -> np.ndarray:
