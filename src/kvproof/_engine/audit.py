@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
+from kvproof._engine.conditions import add_conditions
 from kvproof._engine.determinism import check_determinism
 from kvproof._engine.errors_together import measured_errors
 from kvproof._engine.fault_results import fault_result
@@ -135,6 +136,7 @@ def audit(
         if not keep_partial:
             raise
         partial = True
+    results = add_conditions(programs, results, subject.boundaries)
     return _report(auditor, results, fault_results, evidence, partial=partial, is_certified=certificate)
 
 

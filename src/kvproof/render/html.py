@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvproof.contract.findings import group_findings
 from kvproof.contract.milestone import RunPair
 from kvproof.contract.report import Report
 from kvproof.contract.results import (
@@ -49,7 +50,9 @@ def render(report: Report) -> str:
         commands=list(_commands(report, first)),
         facts=list(_facts(report)),
         largest=_largest,
-        found=found,
+        findings=group_findings(
+            scenario for scenario in report.scenarios if scenario is first or found(scenario)
+        ),
         finding_of=finding_of,
         confirmation=confirmation,
         traceback_of=traceback_of,
