@@ -121,13 +121,17 @@ BUGS: dict[str, tuple[Bug, str]] = {
     "blocks": (lambda call: float(call.width > 1), "the call feeds several tokens"),
     "blocks on a warm cache": (
         lambda call: float(call.width > 1 and call.start > 0),
-        "the call feeds several tokens and is fed to a cache that holds tokens",
+        "the call feeds several tokens to a cache that holds tokens",
     ),
     "block of width 3 only": (lambda call: float(call.width == 3), "the call feeds 3 tokens"),
     "single tokens": (lambda call: float(call.width == 1), "the call feeds a single token"),
     "block on a full window": (
         lambda call: float(call.width > 1 and call.start >= WINDOW),
         f"the call feeds several tokens and starts at position {WINDOW} (a window) or later",
+    ),
+    "warm block beyond the window": (
+        lambda call: float(call.width > 1 and call.start > 0 and call.start + call.width > WINDOW),
+        "the call feeds several tokens to a cache that holds tokens and ends at position 8 (a window) or later",
     ),
     "block across the window": (
         lambda call: float(call.start < WINDOW < call.start + call.width),
@@ -144,7 +148,7 @@ BUGS: dict[str, tuple[Bug, str]] = {
     "position > 20": (late, "the row is at position 21 or later"),
     "first call of one token only": (
         lambda call: float(call.width == 1 and call.start == 0),
-        "the call feeds a single token and is the first one on its cache",
+        "the call feeds a single token to an empty cache",
     ),
     "after a block": (
         lambda call: float(call.cache.last_width > 1),

@@ -88,6 +88,15 @@ _NUMBERS = (
         zero="is the first one on its cache",
     ),
     _Number(
+        "end",
+        "the call",
+        lambda c: c.start + c.width - 1,
+        "ends at position {}",
+        "ends at position {} or later",
+        "ends at position {} or earlier",
+        zero="feeds a single token to an empty cache",
+    ),
+    _Number(
         "position",
         "the row",
         lambda c: c.position,
@@ -317,6 +326,9 @@ def _clauses(units: Sequence[Observation], boundaries: Boundaries, scope: Scope)
         meets = sum(1 << number for number, yes in enumerate(met) if yes)
         return Clause(subject, predicate, family, cost, meets, weight)
 
+    warm = (c.width > 1 and c.start > 0 for c in conditions)
+    words = "feeds several tokens to a cache that holds tokens"
+    yield clause(warm, "the call", words, "block on a warm cache", 0, 2)
     for factor in _NUMBERS:
         if factor.scope < scope or (factor.family == "previous call" and not all(map(factor.read, wrong))):
             continue  # of a first call there is nothing to say about the call before it
@@ -351,7 +363,7 @@ def _ranges(
     if factor.natural is not None and factor.threshold <= low:
         yield factor.threshold, math.inf, factor.natural, 0
     known = {**dict.fromkeys(boundaries.windows, "a window"), boundaries.context_len: "the context's length"}
-    for least in sorted(known) if factor.family in ("position", "width") else ():
+    for least in sorted(known) if factor.family in ("position", "end", "width") else ():
         if 2 <= least <= low:
             yield least, math.inf, factor.at_least.format(f"{least} ({known[least]})"), 0
     if low == high:
