@@ -350,6 +350,7 @@ class Auditor:
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report must know besides the verdicts."""
         yield from self.uncached.ladder.notes()
+        yield from self.subject.limitations()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
         if self._misplaced is not None:
