@@ -13,8 +13,6 @@ from kvproof.subjects._transformers.inputs import unchecked_inputs
 
 
 def token_types(input_ids: Any, attention_mask: Any, token_type_ids: Any, past_key_values: Any) -> None:
-    input_ids: Any, attention_mask: Any, token_type_ids: Any, past_key_values: Any, labels: Any
-) -> None:
     """Take token types."""
 
 
