@@ -21,7 +21,7 @@ from kvproof.cli.outputs import (
 )
 from kvproof.cli.progress import show_progress
 from kvproof.errors import UsageError
-from kvproof.subjects._registry import describe_extras, describe_targets, runs_on_one_thread
+from kvproof.subjects._registry import describe_extras, describe_targets, runs_named_code, runs_on_one_thread
 
 if TYPE_CHECKING:
     from kvproof._engine.uncached_rows import Reference
@@ -250,8 +250,10 @@ def _repeat_command(context: click.Context, report: "Report") -> str:
     text = f"To repeat the first finding alone: {shlex.join(words)}\n"
     folder = context.params["report_dir"]
     if folder is not None and report.verdict.value == "diverged":
-        shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json")])
-        text += f"To shrink it to one file that needs no kvproof: {shrink}\n"
+        target = context.params["target"]
+        own = target is not None and runs_named_code(target)
+        shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json"), *(("--target", target) * own)])
+        text += f"To shrink it to one file{'' if own else ' that needs no kvproof'}: {shrink}\n"
     return text
 
 
