@@ -43,13 +43,13 @@ Bug = Callable[[Call], "float | Tensor"]
 class Summing(nn.Module):
     """``forward(ids, past, positions, mask)``; ``bug`` acts on the cached path alone."""
 
-    def __init__(self, bug: Bug, *, stays: bool) -> None:
-        """``stays`` keeps the error in the cache, so that later rows are wrong, too."""
+    def __init__(self, bug: Bug, *, stays: bool, late: Bug) -> None:
+        """``stays`` keeps the error in the cache: later rows are wrong, too. ``late`` acts on logits alone."""
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.table = nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator))
         self.scale = nn.Identity()
-        self.bug, self.stays = bug, stays
+        self.bug, self.stays, self.late = bug, stays, late
 
     def forward(self, ids: Tensor, past: Any = None, positions: Any = None, mask: Any = None) -> Any:
         """Return the logits (batch, new, vocab) and the cache."""
@@ -61,8 +61,9 @@ class Summing(nn.Module):
         real = mask[:, start:, None].to(steps.dtype)
         before = past.sums[:, -1:] if start else torch.zeros_like(steps[:, :1])
         sums = before + (steps * real).cumsum(1)
-        error = self.bug(Call(width, start, batch, past, mask))
-        logits = self.scale(sums + error)
+        call = Call(width, start, batch, past, mask)
+        error = self.bug(call)
+        logits = self.scale(sums + error) + self.late(call)
         kept = torch.cat([past.sums.expand(batch, -1, -1), sums + error if self.stays else sums], 1)
         return logits, replace(past, sums=kept, num_calls=past.num_calls + 1, last_width=width)
 
@@ -77,10 +78,15 @@ def reorder(cache: Cache, rows: Sequence[int]) -> Cache:
     return replace(cache, sums=cache.sums[list(rows)], num_reorders=cache.num_reorders + 1)
 
 
-def subject(bug: Bug, *, stays: bool = False, windows: Sequence[int] = ()) -> ModuleSubject:
+def no_bug(call: Call) -> float:
+    """Change nothing."""
+    return 0.0
+
+
+def subject(bug: Bug, *, stays: bool = False, windows: Sequence[int] = (), late: Bug = no_bug) -> ModuleSubject:
     """Return the decoder as a subject that can do everything to its cache."""
     return ModuleSubject(
-        Summing(bug, stays=stays),
+        Summing(bug, stays=stays, late=late),
         cache="past",
         positions="positions",
         mask="mask",

@@ -193,3 +193,31 @@ def test_nothing_is_guessed_where_no_condition_is_exact():
 
 def test_nothing_is_said_where_every_row_is_wrong():
     assert conditions(run(lambda call: 1.0)) == {None}
+
+
+def test_two_findings_have_conditions_of_their_own():
+    programs = (
+        *PROGRAMS[:4],
+        calls("blocks of three", 2, 3, 3, 1, 3, 3),
+        calls("blocks of four", 5, 4, 4, 1, 4),
+        calls("two rows", 4, 1, 1, 2, 5, batch=2),
+        calls("three rows", 2, 1, 4, 1, 2, batch=3),
+    )
+    own = subject(lambda call: float(call.width == 3), late=lambda call: float(call.batch > 1))
+    report = audit(own, programs, certificate=False)
+    found = {each.name: each for each in report.scenarios if each.verdict is Verdict.DIVERGED}
+    assert set(found) == {"blocks of three", "two rows", "three rows"}
+    assert str(found["blocks of three"].condition).startswith("exactly where the call feeds 3 tokens (")
+    for name in ("two rows", "three rows"):
+        assert str(found[name].condition).startswith("exactly where the batch has several rows (")
+    text = str(report)
+    assert text.count("the batch has several rows") == 1
+    assert "The same finding in three rows." in text
+
+
+def test_what_is_advice_or_on_a_quantised_cache_or_of_one_call_says_nothing():
+    one = (calls("steps", *(1,) * 8), calls("a block", 1, 2, 1))
+    assert conditions(run(lambda call: float(call.width > 1), programs=one)) == {None}
+    advice = tuple(dataclasses.replace(each, advice=True) for each in PROGRAMS)
+    report = run(lambda call: float(call.width > 1), programs=(calls("steps", *(1,) * 8), *advice))
+    assert conditions(report) == {None}

@@ -1,7 +1,7 @@
 """What was the case in the call that gave a row: a pure function of the program, and of its rows' verdicts.
 
 The first wrong row of a session can leave wrong entries in its cache. What follows from these is wrong whatever
-its own call is like, so it says nothing, until a crop or a reset takes them away.
+its own call is like, so it says nothing, until a crop or a reset takes them away, or a later call's row is right.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,7 +158,9 @@ def _follow(
             row, prefix = next(given, None), _prefix(operation, after, batch_row, offset)
             if row is None or row.ids != prefix:
                 return
-            # A row that is right is evidence whatever came before it.
+            # A right row of a later call reads the same cache, so that is right again.
+            if row.verdict.passes and history.wrong_from[batch_row] is not None:
+                wrong_from[batch_row] = None
             is_explained = wrong_from[batch_row] is not None and not row.verdict.passes
             if not row.verdict.passes and not is_explained:
                 wrong_from[batch_row] = len(before.rows[batch_row])
