@@ -82,6 +82,7 @@ DIVERGENCE = Divergence(
     "0.25 where the uncached path has -2.5; the slot holds layer 1's key of position 0",
     confirmed=True,
     introduced=("cache_k of layer 0",),
+    site="cache_k of layer 0",
 )
 
 
@@ -428,6 +429,7 @@ REPORT = Report(
             divergence=None,
             four_ways=None,
             raised=RAISED,
+            condition="in exactly the calls that feed several tokens",
         ),
     ),
     faults=(

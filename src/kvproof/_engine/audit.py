@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvproof._engine.certificate import Certifier
 from kvproof._engine.conclusion import empty_result, scenario_result, summarise
+from kvproof._engine.conditions import add_conditions
 from kvproof._engine.determinism import check_determinism
 from kvproof._engine.errors_together import measured_errors
 from kvproof._engine.fault_results import fault_result
@@ -143,6 +144,7 @@ def audit(
         if not keep_partial:
             raise
         partial = True
+    results = add_conditions(programs, results, subject.boundaries)
     return _report(auditor, results, fault_results, evidence, partial=partial, is_certified=certificate)
 
 
@@ -360,6 +362,7 @@ class Auditor:
         """Yield what a reader of the report must know besides the verdicts."""
         yield from self.uncached.ladder.notes()
         yield from self.subject.notes(self._changes)
+        yield from self.subject.limitations()
         if self._uncertified is not None:
             yield f"no certificate: {self._uncertified}"
         if self._misplaced is not None:

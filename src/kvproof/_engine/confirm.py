@@ -69,16 +69,22 @@ def cause_of(call: TracedCall, run: UncachedRun, found: Comparison) -> Cause:
         return Cause(site=site, put_at=frozenset({stand_in}), passed=frozenset(passed))
     stages = {site.stage, _KEPT_AS.get(site.stage, site.stage)}
     put_at = {s for s in call.sites if s.stage in stages and (s.layer, s.module) == (site.layer, site.module)}
-    return Cause(site=site, put_at=frozenset(put_at), is_readout=_is_readout(run, found))
+    return Cause(site=site, put_at=frozenset(put_at), is_readout=_is_readout(call, run, found))
 
 
-def _is_readout(run: UncachedRun, found: Comparison) -> bool:
-    """Return whether a value is the row of logits itself, or holds it at its start."""
+def _is_readout(call: TracedCall, run: UncachedRun, found: Comparison) -> bool:
+    """Return whether a value is the row of logits, holds it at its start, or is all that the row is made from.
+
+    The last is the output of the last module, if it has an entry for each of the vocabulary: the row follows from
+    it, by a softcap or a scale, whatever is wrong.
+    """
     if found.site.stage is not Stage.MODULE:
         return found.site.stage is Stage.LOGITS
     row = run.row(len(found.token.prefix))
     value = found.expected
-    return value.dim() == 1 and len(value) >= len(row) and torch.equal(value[: len(row)].to(row.dtype), row)
+    if value.dim() != 1 or len(value) < len(row):
+        return False
+    return torch.equal(value[: len(row)].to(row.dtype), row) or found.site == call.sites[-1]
 
 
 class Script:

@@ -414,6 +414,7 @@ def _describe(
         batch_row=comparison.token.batch_row,
         stage=site.stage,
         layer=site.layer,
+        site=str(site),
         head=head,
         slot=slot,
         expected=expected,

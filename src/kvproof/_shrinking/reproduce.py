@@ -22,6 +22,7 @@ from kvproof.errors import KvproofError, ReportError, UsageError
 from kvproof.scenarios import Ability, Extend, Generate, Scenario, catalogue, random_programs, token_by_token
 from kvproof.subjects import Subject, limits_of
 from kvproof.subjects._adapter import LoadOptions
+from kvproof.subjects._registry import runs_named_code
 from kvproof.subjects._targets import load_target
 
 #: Tries of programs and of models, of each at most so many.
@@ -61,21 +62,25 @@ def reproduce(
     *,
     name: str,
     only: str | None = None,
+    target: str | None = None,
     on_stage: Callable[[str], None] = lambda text: None,
 ) -> Reproduction:
     """Shrink what a report found first, or in the scenario ``only``, write it to ``file``, and run that.
 
-    ``name`` is the report's, for messages. Raises `UsageError` where nothing diverged that can be written out,
-    where the subject is no longer available, and where nothing fails in float64 here; `OutputError` where the
-    file cannot be written.
+    ``name`` is the report's, for messages. ``target`` is loaded in place of the report's, and must be given where
+    that names code to run: what a report says is data.
+
+    Raises `UsageError` where nothing diverged that can be written out, where the subject is no longer available,
+    and where nothing fails in float64 here; `OutputError` where the file cannot be written.
     """
     if report.request is None:
         raise ReportError(
             f"{name} does not say how its audit was made; kvproof audit --report DIR writes one that does"
         )
     found = _finding(report, name, only)
-    on_stage(f"loading {report.request.target or report.request.config}")
-    case, first = _case(report.request, found.name, on_stage)
+    request = _allowed(report.request, target)
+    on_stage(f"loading {request.target or request.config}")
+    case, first = _case(request, found.name, on_stage)
     num_weights = case.model.num_weights
     _shrink(case, on_stage)
     text = _text(case, report, found)
@@ -89,6 +94,15 @@ def reproduce(
         output=output,
         sentence=_sentence(found.name, first, num_weights, case),
     )
+
+
+def _allowed(request: AuditRequest, target: str | None) -> AuditRequest:
+    """Return the request with the target to load; raise `ReportError` if a report alone would have code run."""
+    if target is not None:
+        return replace(request, target=target, config=None)
+    if request.target is not None and runs_named_code(request.target):
+        raise ReportError(f"its decoder is made by a function: to run it, give --target {request.target}")
+    return request
 
 
 def _finding(report: Report, name: str, only: str | None) -> ScenarioResult:
@@ -137,6 +151,8 @@ def _case(request: AuditRequest, name: str, on_stage: Callable[[str], None]) -> 
     model = writable_model(request, loaded)
     # The clearest first: beside a fault there may be what tables of a lower dtype move.
     for least, program in product((CLEAR, USUAL_LIMIT, STRUCTURAL_FLOOR.value), programs):
+        if least < model.least_gap:
+            continue
         failure = _finder(model, program, cached).find(program, least)
         if failure is not None:
             return _Case(model=model, program=program, failure=failure, cached=cached), program
@@ -238,6 +254,7 @@ def _sentence(name: str, first: Scenario, num_weights: int, case: _Case) -> str:
     def told(program: Scenario, weights: int) -> str:
         num = len(program.operations)
         operations = f"{num} operation{'s' if num > 1 else ''}"
-        return f"{operations}, {num_tokens(program)} tokens, {weights} weights"
+        text = f"{operations}, {num_tokens(program)} tokens"
+        return f"{text}, {weights} weights" if weights else text  # 0 where they cannot be seen
 
     return f"{name}: {told(first, num_weights)}, shrunk to {told(case.program, case.model.num_weights)}"

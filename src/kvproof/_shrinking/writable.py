@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from kvproof._numerics.tolerances import STRUCTURAL_FLOOR
 from kvproof.contract.report import AuditRequest
 from kvproof.errors import UsageError
 from kvproof.scenarios import Scenario
@@ -34,7 +35,7 @@ class Found:
 
 
 class WritableModel(ABC):
-    """A float64 model that a file can build without kvproof."""
+    """A model that a file can build, in float64 where it can be."""
 
     @property
     @abstractmethod
@@ -50,6 +51,11 @@ class WritableModel(ABC):
     @abstractmethod
     def key(self) -> str:
         """What tells this model from other ones."""
+
+    @property
+    def least_gap(self) -> float:
+        """The smallest gap that is looked for, as a part of the row's scale: below it there is rounding."""
+        return STRUCTURAL_FLOOR.value
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -80,8 +86,9 @@ def check_writable(target: str | None) -> None:
     """Raise `UsageError` if findings on the target's models cannot be written out."""
     entry = find_entry(target)
     if entry is not None and entry.writer is None:
-        able = " and ".join(str(entry.library) for entry in ADAPTERS if entry.writer is not None)
-        raise UsageError(f"{target} is not written out as a file: only models of {able} are")
+        able = [f"models of {entry.library}" for entry in ADAPTERS if entry.writer and entry.library]
+        able += ["decoders that a function returns"]
+        raise UsageError(f"{target} is not written out as a file: only {' and '.join(able)} are")
 
 
 def writable_model(request: AuditRequest, subject: Subject) -> WritableModel:

@@ -273,8 +273,10 @@ def _repeat_command(context: click.Context, report: "Report") -> str:
     text = f"To repeat the first finding alone: {shlex.join(words)}\n"
     folder = context.params["report_dir"]
     if folder is not None and report.verdict.value == "diverged":
-        shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json")])
-        text += f"To shrink it to one file that needs no kvproof: {shrink}\n"
+        target = context.params["target"]
+        own = target is not None and runs_named_code(target)
+        shrink = shlex.join(["kvproof", "shrink", str(folder / "report.json"), *(("--target", target) * own)])
+        text += f"To shrink it to one file{'' if own else ' that needs no kvproof'}: {shrink}\n"
     return text
 
 

@@ -48,13 +48,17 @@ def render(report_file: Path, form: str, out: Path | None) -> None:
 @click.argument("report_file", metavar="REPORT", type=FILE)
 @click.option("--out", type=FILE, help="Write this file. Default: reproduction.py beside REPORT.")
 @click.option("--scenario", metavar="NAME", help="Shrink what diverged in this scenario. Default: the first.")
+@click.option(
+    "--target", help="Load this instead of REPORT's target; needed for a function that returns a decoder."
+)
 @click.option("--quiet", is_flag=True, help="Print only errors; no progress bar.")
-def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: bool) -> None:
-    """Shrink a finding to one short file that shows it without kvproof.
+def shrink(report_file: Path, out: Path | None, scenario: str | None, target: str | None, quiet: bool) -> None:
+    """Shrink a finding to one short file that shows it without an audit.
 
     REPORT is the report.json of `kvproof audit --report DIR`. Looks for the simplest program that still fails,
-    and for random models the simplest model, writes both out with torch and transformers alone, and runs that
-    file. Exits with 0 if it reproduces the finding, with 1 if it does not.
+    and for random models the simplest model, writes both out, and runs that file. For a transformers model, the
+    file needs torch and transformers alone; for a decoder of yours, it imports the function that returns it.
+    Exits with 0 if it reproduces the finding, with 1 if it does not.
     """
     with show_progress(quiet) as progress:
         from kvproof._shrinking.reproduce import reproduce
@@ -64,9 +68,11 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, quiet: boo
 
         report = read(report_file, on_note=complain)
         file = report_file.with_name("reproduction.py") if out is None else out
-        tiny = report.request is not None and runs_on_one_thread(report.request.target)
+        tiny = report.request is not None and runs_on_one_thread(target or report.request.target)
         with use_one_thread() if tiny else nullcontext():
-            done = reproduce(report, file, name=str(report_file), only=scenario, on_stage=progress.stage)
+            done = reproduce(
+                report, file, name=str(report_file), only=scenario, target=target, on_stage=progress.stage
+            )
     outcome = "reproduces it" if done.reproduces else "does NOT reproduce it"
     if not done.reproduces:
         complain(f"{done.file} was run and {outcome}: {done.output}")

@@ -6,6 +6,7 @@ from html import escape
 
 from kvproof.contract.codec import added_in
 from kvproof.contract.environment import Environment
+from kvproof.contract.findings import group_findings
 from kvproof.contract.milestone import Milestone
 from kvproof.contract.results import (
     Certificate,
@@ -17,7 +18,7 @@ from kvproof.contract.results import (
     Tolerance,
     Verdict,
 )
-from kvproof.contract.sentences import finding_of, traceback_of
+from kvproof.contract.sentences import traceback_of
 from kvproof.contract.text import printable
 from kvproof.contract.upgrades import report_from_version_1
 from kvproof.contract.versions import Version
@@ -97,12 +98,12 @@ def _parts(report: Report) -> Iterator[str]:
     subject = report.subject
     yield report.summary
     yield f"{subject.name}: {subject.num_layers} layers, vocabulary {subject.vocab_size}, {subject.dtype}"
-    for scenario in report.scenarios:
-        if not scenario.verdict.passes and scenario.verdict is not Verdict.NOT_CHECKED:
-            advice = ", advice" if scenario.advice else ""
-            yield f"\n{scenario.name} ({scenario.verdict.value}{advice}): {finding_of(scenario)}"
-            if (traceback := traceback_of(scenario)) is not None:
-                yield traceback
+    failed = (s for s in report.scenarios if not s.verdict.passes and s.verdict is not Verdict.NOT_CHECKED)
+    for group in group_findings(failed):
+        scenario, advice = group.first, ", advice" if group.first.advice else ""
+        yield f"\n{scenario.name} ({scenario.verdict.value}{advice}): {group.text}"
+        if (traceback := traceback_of(scenario)) is not None:
+            yield traceback
     yield ""
     for verdict in Verdict:
         names = [s.name for s in report.scenarios if s.verdict is verdict]

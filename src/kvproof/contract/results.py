@@ -250,6 +250,8 @@ class Divergence:
     #: The sites that introduce an error, in words, in the order found; the first is this finding's own. If it is
     #: confirmed, everything else that differs only propagates an error. Empty if no value was replaced.
     introduced: tuple[str, ...]
+    #: the stage, layer or module in words, without head and slot; None in reports of version 2.0
+    site: str | None = added_in(1, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +318,8 @@ class ScenarioResult:
     #: None without float64, or with too few rows
     errors: ErrorRatio | None = added_in(1, None)
     raised: Raise | None = added_in(1, default=None)  #: the first time that the cached path raised
+    #: what the calls with wrong rows have in common and no other call has, in words; None if that is not known
+    condition: str | None = added_in(1, None)
 
 
 class Outcome(StrEnum):

@@ -23,14 +23,21 @@ def found(scenario: ScenarioResult) -> str | None:
         lines.append(finding(scenario.divergence))
     elif bad is not None:
         lines.append(f"after {bad.tokens}: {bad.reason}.")
+    if scenario.condition is not None and lines:
+        lines.append(f"When: {scenario.condition}.")
     if scenario.four_ways is not None:
-        lines.append(f"Which side: {scenario.four_ways.sentence}.")
+        lines.append(f"Which side: {side_sentence(scenario)}")
     if scenario.raised is not None:
         sentence = raise_sentence(scenario.raised)
         lines.append(f"{sentence[:1].upper()}{sentence[1:]}." if lines else f"{sentence}.")
     if lines and scenario.advice:
         lines.append("This is advice, and no part of the verdict: the caller chose what leads to it.")
     return "\n".join(lines) or None
+
+
+def side_sentence(scenario: ScenarioResult) -> str:
+    """Return which side of a scenario is wrong, in words, or nothing if it was not asked."""
+    return "" if scenario.four_ways is None else f"{scenario.four_ways.sentence}."
 
 
 def finding(divergence: Divergence) -> str:

@@ -1,9 +1,11 @@
 """Renders a report as one HTML file: the verdict first, then interactive views of the evidence."""
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvproof.contract.findings import group_findings
 from kvproof.contract.milestone import RunPair
 from kvproof.contract.report import Report
 from kvproof.contract.results import (
@@ -49,7 +51,9 @@ def render(report: Report) -> str:
         commands=list(_commands(report, first)),
         facts=list(_facts(report)),
         largest=_largest,
-        found=found,
+        findings=group_findings(
+            scenario for scenario in report.scenarios if scenario is first or found(scenario)
+        ),
         finding_of=finding_of,
         confirmation=confirmation,
         traceback_of=traceback_of,
@@ -163,7 +167,9 @@ def _commands(report: Report, first: ScenarioResult | None) -> Iterator[tuple[st
     elif request is not None and request.command is not None:
         yield request.command, "The whole audit:"
     if first is not None and first.verdict is Verdict.DIVERGED and request is not None:
-        yield "kvproof shrink report.json", "The first finding as one short file that needs no kvproof:"
+        named = request.target is not None and ":" in request.target  # a report alone has no code run
+        target = f" --target {shlex.quote(str(request.target))}" if named else ""
+        yield f"kvproof shrink report.json{target}", "The first finding as one short file:"
     yield "kvproof render report.json --to html", "This page, from the saved report:"
 
 

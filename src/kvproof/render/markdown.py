@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 
+from kvproof.contract.findings import group_findings
 from kvproof.contract.report import Report
 from kvproof.contract.results import ScenarioResult, Verdict
-from kvproof.contract.sentences import finding_of, traceback_of
+from kvproof.contract.sentences import traceback_of
 from kvproof.contract.text import printable
 from kvproof.render.sweep_markdown import escape
+
+#: The verdicts that are told in sentences.
+_TOLD = (Verdict.DIVERGED, Verdict.RAISED, Verdict.INCONCLUSIVE, Verdict.VACUOUS)
 
 
 def render(report: Report) -> str:
@@ -31,14 +35,13 @@ def _lines(report: Report) -> Iterator[str]:
     yield "|---|---:|---:|---:|---|"
     yield from map(_row, report.scenarios)
     yield ""
-    for scenario in report.scenarios:
-        if scenario.verdict in (Verdict.DIVERGED, Verdict.RAISED, Verdict.INCONCLUSIVE, Verdict.VACUOUS):
-            yield f"**{escape(scenario.name)}**{' (advice)' if scenario.advice else ''}: "
-            yield from (f"{escape(line)}  " for line in finding_of(scenario).split("\n"))
+    for group in group_findings(scenario for scenario in report.scenarios if scenario.verdict in _TOLD):
+        yield f"**{escape(group.first.name)}**{' (advice)' if group.first.advice else ''}: "
+        yield from (f"{escape(line)}  " for line in group.text.split("\n"))
+        yield ""
+        if (traceback := traceback_of(group.first)) is not None:
+            yield from (f"    {printable(line)}" for line in traceback.split("\n"))
             yield ""
-            if (traceback := traceback_of(scenario)) is not None:
-                yield from (f"    {printable(line)}" for line in traceback.split("\n"))
-                yield ""
     certificate = report.certificate
     if certificate is not None:
         caught = sum(result.caught for result in certificate.faults)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from kvproof.contract.certified import describe_entry, reach_sentence, step_sentences
+from kvproof.contract.findings import group_findings
 from kvproof.contract.ledger import MarginVerdict, Step
 from kvproof.contract.milestone import Milestone, RunPair
 from kvproof.contract.report import Report
@@ -88,11 +89,10 @@ def _parts(report: Report) -> Iterator[ConsoleRenderable]:
                 f"{scenario.name}: {len(scenario.rows)} rows, largest gap {scenario.largest_gap:.4e}, "
                 f"{scenario.verdict.value}"
             )
-    for scenario in report.scenarios:
-        finding = found(scenario)
-        if finding is not None:
-            yield Text(f"{scenario.name}: {finding}\n", style="yellow" if scenario.advice else "bold red")
-        if (traceback := traceback_of(scenario)) is not None:
+    for group in group_findings(scenario for scenario in report.scenarios if found(scenario) is not None):
+        style = "yellow" if group.first.advice else "bold red"
+        yield Text(f"{group.first.name}: {group.text}\n", style=style)
+        if (traceback := traceback_of(group.first)) is not None:
             yield Text(f"{traceback}\n")
     if result is not None:
         isolated = "bit-identical to" if result.requests_isolated else "NOT the same as"

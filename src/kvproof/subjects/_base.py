@@ -171,14 +171,15 @@ class Subject(ABC):
             yield self.token_ids.note
 
     def state(self) -> Mapping[str, object]:
-        """What the decoder keeps between calls, by name, each with a mark that changes if it does.
-
-        It is looked at if the same call gives other rows, to say why; the default sees nothing.
-        """
+        """What the decoder keeps between calls, by name, each with a mark that changes if it does."""
         return {}
 
     def random_parts(self) -> Iterator[str]:
         """Yield what may make the decoder draw random numbers, in words, such as a dropout given as a number."""
+        yield from ()
+
+    def limitations(self) -> Iterator[str]:
+        """Yield what an audit of the decoder leaves out, in words, for the report's notes."""
         yield from ()
 
     @abstractmethod

@@ -33,7 +33,7 @@ from kvproof.subjects._cache_values import (
 from kvproof.subjects._checks import wrap_errors
 from kvproof.subjects._kept_state import KeptState
 from kvproof.subjects._module_state import random_parts, state_of_module
-from kvproof.subjects._taps import layer_of, tapped
+from kvproof.subjects._taps import describe_compiled, layer_of, tapped
 from kvproof.subjects._token_ids import declared_padding, first_id
 
 
@@ -155,6 +155,10 @@ class ModuleSubject(CacheValueSubject):
     def random_parts(self) -> Iterator[str]:
         """Yield training mode, and dropout given as a number."""
         yield from random_parts(self.module)
+
+    def limitations(self) -> Iterator[str]:
+        """Say if the module is compiled: its values are then looked at without the compiler."""
+        yield from describe_compiled(self.module)
 
     @property
     def root_module(self) -> nn.Module:

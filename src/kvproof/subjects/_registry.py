@@ -135,6 +135,7 @@ ADAPTERS: tuple[AdapterEntry, ...] = (
             ),
         ),
         runs_code=True,
+        writer="kvproof._shrinking.own_decoders",
     ),
 )
 

@@ -27,12 +27,13 @@ from kvproof.errors import AbilityError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Generate
 from kvproof.subjects._base import Generated, Opening, Session, Subject
 from kvproof.subjects._module_state import random_parts, state_of_module
-from kvproof.subjects._taps import tapped
+from kvproof.subjects._taps import describe_compiled, tapped
 from kvproof.subjects._transformers import caches as _caches
 from kvproof.subjects._transformers import generate as _generate
 from kvproof.subjects._transformers import positions as _positions
 from kvproof.subjects._transformers import states as _states
 from kvproof.subjects._transformers.attention import attention_tapped
+from kvproof.subjects._transformers.inputs import unchecked_inputs
 from kvproof.subjects._transformers.tables import exact_tables
 from kvproof.subjects._transformers.tokenizer import Tokenizer
 
@@ -136,6 +137,13 @@ class TransformersSubject(Subject):
     def random_parts(self) -> Iterator[str]:
         """Yield training mode, and dropout given as a number."""
         yield from random_parts(self.model)
+
+    def limitations(self) -> Iterator[str]:
+        """Yield the inputs of the model's forward that no call gives."""
+        names = ", ".join(unchecked_inputs(inspect.signature(self.model.forward).parameters))
+        if names:
+            yield f"not checked: inputs of the model's forward that an audit does not give: {names}"
+        yield from describe_compiled(self.model)
 
     def token(self, token_id: int) -> str:
         """Return the token's text in quotes, because its spaces matter; without a tokenizer, return the id."""
