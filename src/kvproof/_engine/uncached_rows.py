@@ -31,7 +31,7 @@ from kvproof._system.pool import map_in_processes
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
 from kvproof.subjects import Subject
-from kvproof.subjects._base import wrap_errors
+from kvproof.subjects._decoder_calls import wrap_errors
 
 #: How uncached rows are computed.
 Reference = Literal["literal", "one-pass"]

@@ -1,7 +1,6 @@
 """The command ``kvproof audit``."""
 
 import shlex
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvproof.cli.options import EXIT_INTERRUPTED, EXIT_REQUIRED, FILE, Loading, loading_options
+from kvproof.cli.guard import guard
+from kvproof.cli.options import EXIT_INTERRUPTED, EXIT_REQUIRED, FILE, Finished, Loading, loading_options
 from kvproof.cli.outputs import (
     complain,
     make_folder,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Ids = tuple[int, ...]
 
 #: The options that say where a result goes or who computes it, and nothing of what is run.
-_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs"})
+_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs", "timeout_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +129,14 @@ def audit(target: str | None, loading: Loading, **given: Any) -> None:
     if target is None and loading.config is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
     text = read_prompt(options.prompt, options.prompt_file)
+    guard((target, options.truth), trusts_code=loading.trust_remote_code, timeout_s=loading.timeout_s)
     from kvproof.render.json import read
 
     before = None if options.baseline is None else read(options.baseline, on_note=complain)
     report, sequences = _run(target, loading, options, text)
     context = click.get_current_context()
     report = replace(report, request=_request(context, report.subject.dtype, sequences))
-    sys.exit(_write(report, options, before, _repeat_command(context, report)))
+    raise Finished(_write(report, options, before, _repeat_command(context, report)))
 
 
 def _run(

@@ -1,7 +1,6 @@
 """The command ``kvproof generate``."""
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import click
 
 from kvproof.cli.audit import read_prompt
-from kvproof.cli.options import EXIT_INTERRUPTED, FILE, Loading, loading_options
+from kvproof.cli.guard import guard
+from kvproof.cli.options import EXIT_INTERRUPTED, FILE, Finished, Loading, loading_options
 from kvproof.cli.outputs import complain, make_folder, print_text
 from kvproof.cli.progress import show_progress
 from kvproof.errors import KvproofError, UsageError
@@ -112,6 +112,7 @@ def generate(target: str | None, loading: Loading, weights_seed: int, **given: A
         raise UsageError("--full-logits writes rows beside a ledger: add --ledger")
     if options.batch < 1:
         raise UsageError(f"batch must be at least 1, not {options.batch}")
+    guard((target,), trusts_code=loading.trust_remote_code, timeout_s=loading.timeout_s)
     from kvproof.contract.ledger import Source
     from kvproof.subjects._targets import load_target
 
@@ -126,7 +127,7 @@ def generate(target: str | None, loading: Loading, weights_seed: int, **given: A
         trust_remote_code=loading.trust_remote_code,
     )
     with _threads_for(target):
-        sys.exit(_run(subject, prompts, policies, source, options))
+        raise Finished(_run(subject, prompts, policies, source, options))
 
 
 def _run(

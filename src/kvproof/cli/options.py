@@ -21,6 +21,14 @@ ATTENTIONS = ("eager", "sdpa")
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
+class Finished(SystemExit):
+    """A command is done, with its exit status; a `SystemExit` of any other kind comes from the user's code."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
     """How a target is loaded, as it was typed."""
@@ -31,6 +39,7 @@ class Loading:
     config: Path | None
     network: bool
     trust_remote_code: bool
+    timeout_s: int | None
 
     def options(self, seed: int) -> "LoadOptions":
         """Return what `load_target` takes."""
@@ -60,6 +69,13 @@ _LOADING = (
     click.option("--config", type=FILE, help="Instead of TARGET: a random model of exactly this config.json."),
     _NETWORK,
     _REMOTE_CODE,
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.IntRange(0, 604_800),
+        help="Seconds that one call of your decoder, or of its factory, may take; 0 for no limit. Default: no limit, "
+        "or 600 for your own code where the environment variable CI is set.",
+    ),
 )
 
 

@@ -1,12 +1,11 @@
 """The command ``kvproof sweep``."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_USAGE
+from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_USAGE, Finished
 from kvproof.cli.outputs import complain, print_text, write_outputs
 from kvproof.cli.progress import show_progress
 
@@ -43,4 +42,4 @@ def sweep(targets: tuple[str, ...], folder: Path, quiet: bool, **options: Any) -
         table = sweep_targets(targets, folder, asked, on_group=progress.groups, on_note=complain)
     text = table.summary if quiet else f"{table.summary}\nThe table: {folder / 'sweep.md'}"
     status = table.verdict.exit_status or (EXIT_USAGE if table.has_refused(targets) else 0)
-    sys.exit(write_outputs([lambda: print_text(f"{text}\n")], status))
+    raise Finished(write_outputs([lambda: print_text(f"{text}\n")], status))

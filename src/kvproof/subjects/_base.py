@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -20,16 +20,13 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.errors import (
     AbilityError,
     ContextError,
-    KvproofError,
-    MalformedRowError,
     SessionError,
     SubjectError,
     TokenError,
     UsageError,
 )
 from kvproof.scenarios import Ability, Boundaries, CacheKind, Claim, Generate, Limits, Method
-
-T = TypeVar("T")
+from kvproof.subjects._decoder_calls import check_logits, wrap_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +169,7 @@ class Subject(ABC):
         if kept.step != 1 or not 0 <= kept.start < kept.stop <= len(ids):
             raise UsageError(f"cannot keep positions {kept} of {len(ids)} tokens")
         rows = wrap_errors(lambda: self._kept_rows(ids, tap, kept))
-        _check_logits(rows, (len(kept), self.info.vocab_size))
+        check_logits(rows, (len(kept), self.info.vocab_size))
         return rows
 
     @final
@@ -232,7 +229,7 @@ class Subject(ABC):
             raise SubjectError(f"generate() gave no row after {self.decode(shortest)}")
         for call in generated.calls:
             batch, kept = len(call.prefixes[0]), len(call.prefixes)
-            _check_logits(call.logits, (batch, kept, self.info.vocab_size))
+            check_logits(call.logits, (batch, kept, self.info.vocab_size))
         return generated
 
     @final
@@ -270,7 +267,7 @@ class Subject(ABC):
     def _kept_rows(self, ids: Sequence[int], tap: Tap, keep: range) -> Float[Tensor, "kept vocab"]:
         """Return the rows at some positions. Override this to save memory if those can be computed separately."""
         rows = self._rows(ids, tap)
-        _check_logits(rows, (len(ids), self.info.vocab_size))
+        check_logits(rows, (len(ids), self.info.vocab_size))
         return rows[keep.start : keep.stop]
 
     @abstractmethod
@@ -319,7 +316,7 @@ class Session(ABC):
                 raise SessionError(f"rows of {len(row)} and {num_new} tokens in one call")
         check_context(start, num_new, info)
         logits = wrap_errors(lambda: self._extend(ids, start))
-        _check_logits(logits, (len(ids), num_new, info.vocab_size))
+        check_logits(logits, (len(ids), num_new, info.vocab_size))
         for consumed, row in zip(self._ids, ids, strict=True):
             consumed.extend(row)
         return logits
@@ -421,16 +418,6 @@ def limits_of(subject: Subject) -> Limits:
     )
 
 
-def wrap_errors(call: Callable[[], T]) -> T:
-    """Run an adapter's call; any error that is not kvproof's becomes a `SubjectError` that keeps its cause."""
-    try:
-        return call()
-    except KvproofError:
-        raise
-    except Exception as error:
-        raise SubjectError(f"the decoder raised {type(error).__name__}: {error}") from error
-
-
 def check_ids(ids: Sequence[int], info: SubjectInfo) -> None:
     """Raise `TokenError` unless ``ids`` holds at least one token and all lie in the vocabulary."""
     _check_list("token ids", ids)
@@ -486,13 +473,3 @@ def check_context(start: int, num_new: int, info: SubjectInfo) -> None:
             f"position {max(start, info.context_len)} is past the context: {info.name} accepts positions "
             f"0..{info.context_len - 1}, {start} tokens are consumed and {num_new} more were given"
         )
-
-
-def _check_logits(logits: object, expected: tuple[int, ...]) -> None:
-    """Raise `MalformedRowError` unless the decoder returned floating-point logits of the expected shape."""
-    if not isinstance(logits, Tensor):
-        raise MalformedRowError(f"the decoder gave a {type(logits).__name__}, not logits")
-    if not logits.is_floating_point():
-        raise MalformedRowError(f"the decoder gave logits of {logits.dtype}, not floating-point numbers")
-    if tuple(logits.shape) != expected:
-        raise MalformedRowError(f"the decoder gave logits of shape {tuple(logits.shape)}, not {expected}")

@@ -11,7 +11,8 @@ from kvproof._numerics.dtypes import dtype_of
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._adapter import LoadOptions, Target
-from kvproof.subjects._base import Subject, wrap_errors
+from kvproof.subjects._base import Subject
+from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._registry import AdapterEntry, find_entry, find_scheme, list_forms
 
 
