@@ -125,7 +125,7 @@ def test_logits_may_be_arrays_of_any_framework(wrap: Callable[[np.ndarray], Any]
     [
         ([1.0, 2.0], "are a list: give a torch tensor, a NumPy array"),
         (None, "are a NoneType"),
-        (np.arange(3), "hold torch.int64, not floating-point numbers"),
+        (np.arange(3), r"hold torch.int64 of shape \(3,\), not floating-point numbers"),
     ],
 )
 def test_what_is_no_array_of_numbers_is_refused(value: Any, message: str):

@@ -1,6 +1,6 @@
-"""Limits how long one call of the decoder may take: a process whose call takes longer dumps its stack and ends.
+"""Limits how long one call of the decoder may take. A process that exceeds it dumps its stack and ends.
 
-The limit holds even for a call that never returns to Python, because `faulthandler` watches from a thread of its own.
+The limit holds even for a call that never returns to Python: `faulthandler` watches from a thread of its own.
 """
 
 import faulthandler

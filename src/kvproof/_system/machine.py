@@ -50,7 +50,7 @@ def use_one_thread() -> AbstractContextManager[None]:
 
 @contextmanager
 def delay_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the block is done; outside the main thread, which they interrupt, do nothing."""
+    """Delay Ctrl-C and SIGTERM until the block is done. They interrupt only the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

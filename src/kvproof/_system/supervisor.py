@@ -40,11 +40,11 @@ _CHANNEL = _Channel()
 
 
 def supervise(what: str, limit_s: float | None) -> int | None:
-    """Fork: return None in the child, which continues the command, and the child's exit status in the parent.
+    """Fork: return None in the child, which continues the command, and its exit status in the parent.
 
     ``what`` names the user's code in messages. No call of the decoder may take longer than ``limit_s`` seconds.
     Signals for the parent are passed on, and the child does not outlive it. Where the process cannot be forked
-    with its streams, or is a supervised child already, this returns None: the command goes on without a supervisor.
+    with its streams, or is a supervised child already, this returns None and the command goes on as it is.
 
     Raises `UsageError` in the parent if the child ended without saying that it was done.
     """
@@ -129,7 +129,7 @@ def _run_as_child(parent: int, sender: int, limit_s: float | None, stack: IO[byt
 
 @contextmanager
 def _pass_signals_on(pid: int) -> Iterator[None]:
-    """Pass interrupts on to a process. A terminal's Ctrl-C reaches both processes, and the child counts it once."""
+    """Pass interrupts on to a process. A terminal's Ctrl-C reaches both, and the process counts it once."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):

@@ -73,8 +73,8 @@ _LOADING = (
         "--timeout",
         "timeout_s",
         type=click.IntRange(0, 604_800),
-        help="Seconds that one call of your decoder, or of its factory, may take; 0 for no limit. Default: no limit, "
-        "or 600 for your own code where the environment variable CI is set.",
+        help="Seconds that one call of your decoder, or of its factory, may take; 0 for no limit. Default: no "
+        "limit, or 600 for your own code where the environment variable CI is set.",
     ),
 )
 

@@ -15,8 +15,8 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, UsageError
 from kvproof.scenarios import Ability
-from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._module_state import modules_behind, random_parts, state_of_function
 
 #: ``full(ids)``: logits (seq, vocab) after each of the tokens, or (vocab,) after the last; ``ids`` is an int64

@@ -29,9 +29,8 @@ def check_logits(logits: object, expected: tuple[int, ...]) -> None:
     """Raise `MalformedRowError` unless the decoder returned floating-point logits of the expected shape."""
     if not isinstance(logits, Tensor):
         raise MalformedRowError(f"the decoder gave a {type(logits).__name__}, not logits")
+    shape = tuple(logits.shape)
     if not logits.is_floating_point():
-        raise MalformedRowError(
-            f"the decoder gave logits of {logits.dtype} and shape {tuple(logits.shape)}, not floating-point numbers"
-        )
-    if tuple(logits.shape) != expected:
-        raise MalformedRowError(f"the decoder gave logits of shape {tuple(logits.shape)}, not {expected}")
+        raise MalformedRowError(f"the decoder gave logits of {logits.dtype}, {shape}, not floating-point numbers")
+    if shape != expected:
+        raise MalformedRowError(f"the decoder gave logits of shape {shape}, not {expected}")

@@ -17,8 +17,8 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
-from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import layer_of, tapped
 
