@@ -30,9 +30,10 @@ def cli() -> None:
     """Does a decoder's cached path compute the same logits as its uncached path?
 
     \b
-    Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage; 3 inconclusive;
-    4 vacuous; 5 a required scenario was not checked; 6 raised: the cached path raises where the uncached
-    path does not; 70 an error inside kvproof; 73 a result that could not be written; 130 interrupted.
+    Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage, or code of yours that ends
+    or blocks the process; 3 inconclusive; 4 vacuous; 5 a scenario that was named or required was not checked, or
+    nothing was; 6 raised: the cached path raises where the uncached path does not; 70 an error inside kvproof;
+    73 a result that could not be written; 130 interrupted, by Ctrl-C or SIGTERM.
     """
 
 
