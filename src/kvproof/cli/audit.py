@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvproof.cli.guard import guard
-from kvproof.cli.options import EXIT_INTERRUPTED, EXIT_REQUIRED, FILE, Finished, Loading, loading_options
+from kvproof.cli.options import EXIT_INTERRUPTED, EXIT_REQUIRED, FILE, SEED, Finished, Loading, loading_options
 from kvproof.cli.outputs import (
     complain,
     make_folder,
@@ -61,9 +61,7 @@ class AuditOptions:
 @click.command()
 @click.argument("target", required=False)
 @click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens per sequence.")
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and tokens."
-)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of weights and tokens.")
 @loading_options
 @click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
 @click.option("--prompt-file", type=FILE, help="Read that text from a UTF-8 file.")

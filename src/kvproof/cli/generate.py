@@ -13,7 +13,7 @@ import click
 
 from kvproof.cli.audit import read_prompt
 from kvproof.cli.guard import guard
-from kvproof.cli.options import EXIT_INTERRUPTED, FILE, Finished, Loading, loading_options
+from kvproof.cli.options import EXIT_INTERRUPTED, FILE, SEED, Finished, Loading, loading_options
 from kvproof.cli.outputs import complain, make_folder, print_text
 from kvproof.cli.progress import show_progress
 from kvproof.errors import KvproofError, UsageError
@@ -77,7 +77,7 @@ class GenerateOptions:
     "--typical-p", type=float, help="Sample only from the most typical tokens up to this total probability."
 )
 @click.option("--repetition-penalty", type=float, help="Make tokens that already occurred less likely.")
-@click.option("--seed", type=int, help="Random seed (default 0); prompt n uses seed + n.")
+@click.option("--seed", type=SEED, help="Random seed (default 0); prompt n uses seed + n.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--stop", "stop_texts", multiple=True, metavar="TEXT", help="Stop at this text. May be repeated.")
 @click.option("--stop-id", "stop_ids", type=int, multiple=True, help="Stop at this token id. May be repeated.")
@@ -92,9 +92,7 @@ class GenerateOptions:
 @click.option("--path", type=click.Choice(["cached", "uncached"]), default="cached", show_default=True)
 @click.option("--compare", is_flag=True, help="Run both paths; say where and why their texts differ.")
 @loading_options
-@click.option(
-    "--weights-seed", type=click.IntRange(min=0), default=0, help="Random seed of a random model's weights."
-)
+@click.option("--weights-seed", type=SEED, default=0, help="Random seed of a random model's weights.")
 @click.option("--quiet", is_flag=True, help="Print only the text.")
 def generate(target: str | None, loading: Loading, weights_seed: int, **given: Any) -> None:
     """Generate from TARGET, which is what `kvproof audit` takes, and keep a record that can be replayed.

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 #: Exit statuses that no verdict uses.
 EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 5, 70, 73, 130
 
+#: What torch takes as a seed.
+SEED = click.IntRange(0, 2**63 - 1)
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTIONS = ("eager", "sdpa")
 

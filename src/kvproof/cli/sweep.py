@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_USAGE, Finished
+from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_USAGE, SEED, Finished
 from kvproof.cli.outputs import complain, print_text, write_outputs
 from kvproof.cli.progress import show_progress
 
@@ -16,7 +16,7 @@ from kvproof.cli.progress import show_progress
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), default=["float32"])
 @click.option("--attention", "attentions", multiple=True, type=click.Choice(ATTENTIONS), default=["eager"])
 @click.option("--length", type=click.IntRange(min=8), default=28, help="Tokens per sequence.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of weights and tokens.")
+@click.option("--seed", type=SEED, default=0, help="Seed of weights and tokens.")
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="Run only this scenario.")
 @click.option("--skip", "without", multiple=True, metavar="NAME", help="Leave this scenario out.")
 @click.option(
