@@ -222,6 +222,9 @@ def test_the_list_names_every_scenario_without_a_target():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ([""], ["the target is empty: ''"]),
+        ([" "], ["the target is empty: ' '"]),
+        (["random:gpt2", "--truth", ""], ["the target is empty: ''"]),
         (["nowhere"], ["no such model: 'nowhere' is neither a folder", "random:TYPE nor module:factory"]),
         (["nobody/nothing"], ["nobody/nothing is neither a folder nor in the local hub cache", "--download"]),
         (["gone.gguf"], ["no such model: 'gone.gguf'"]),
@@ -246,7 +249,8 @@ def test_wrong_usage_is_refused_in_one_line(arguments: list[str], words: list[st
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["x", "--dtype", "int8"], ["x", "--length", "7"], ["x", "--seed", "-1"]]
+    "arguments",
+    [[], ["x", "--dtype", "int8"], ["x", "--length", "7"], ["x", "--seed", "-1"], ["x", "--seed", str(2**63)]],
 )
 def test_a_wrong_option_is_refused(arguments: list[str]):
     outcome = run("audit", *arguments)

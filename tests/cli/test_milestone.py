@@ -278,6 +278,9 @@ def test_a_gate_that_fails_outranks_a_standard_output_that_is_full(
         (False, {}, False, False),
         (True, {}, True, True),
         (True, {"NO_COLOR": "1"}, True, False),
+        (True, {"TERM": "dumb"}, False, False),
+        (True, {"TERM": "dumb", "NO_COLOR": "1"}, False, False),
+        (True, {"TERM": "dumb", "FORCE_COLOR": "1"}, True, True),
         (True, {"NO_COLOR": ""}, True, True),
         (False, {"NO_COLOR": "1"}, False, False),
         (False, {"FORCE_COLOR": "1"}, True, True),
@@ -296,6 +299,7 @@ def test_colours_and_box_lines_follow_the_terminal_and_the_environment(
 ):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     text = run("milestone", "--checkpoint", saved, terminal=terminal).out

@@ -66,3 +66,17 @@ def test_a_standard_error_that_takes_nothing_leaves_the_exit_status(
     assert started(redirection, "replay", scratch, "--checkpoint", saved).returncode == 0
     assert started(redirection, "replay", scratch.parent / "missing.jsonl").returncode == 2
     assert started(redirection, "nonsense").returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [["faults"], ["audit", "--list"]], ids=str)
+def test_a_list_that_cannot_be_printed_exits_with_73(arguments: list[str]):
+    """It exited with 0."""
+    done = started(">&-", *arguments)
+    assert done.returncode == 73
+    assert done.stderr == "kvproof: cannot write to standard output: it is closed\n"
+
+
+def test_a_closed_standard_output_is_told_once():
+    done = started(">&-", "audit", "random:gpt2", "--length", 8, "--scenario", "fork", "--no-certificate")
+    assert done.returncode == 73
+    assert done.stderr == "kvproof: cannot write to standard output: it is closed\n"

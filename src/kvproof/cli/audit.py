@@ -201,8 +201,8 @@ def _check_scenarios(options: AuditOptions) -> None:
 def _print_scenarios(length: int) -> None:
     from kvproof.scenarios import catalogue
 
-    for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
-        click.echo(f"{entry.name:37} {entry.exposes}")
+    entries = {s.name: s for s in catalogue(range(length), range(length))}.values()
+    print_text("".join(f"{entry.name:37} {entry.exposes}\n" for entry in entries))
 
 
 audit.help = str(audit.help).format(targets=describe_targets(), extras=describe_extras())

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
 
+#: How many prompts run at once by default.
+_BATCH = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
     """What is generated and how, as it was typed; how the model is loaded stands in `Loading`."""
@@ -36,7 +40,7 @@ class GenerateOptions:
     prompt_file: Path | None
     ids: str | None
     prompts: Path | None
-    batch: int
+    batch: int | None
     raw: bool
     kind: str
     temperature: float | None
@@ -66,7 +70,7 @@ class GenerateOptions:
 @click.option(
     "--prompts", type=FILE, help="File with one prompt a line; in a .jsonl file, a JSON string or list of ids."
 )
-@click.option("--batch", type=int, default=8, show_default=True, help="Number of prompts to run at once.")
+@click.option("--batch", type=int, help="With --prompts: number of prompts to run at once (default 8).")
 @click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option("--policy", "kind", type=click.Choice(["greedy", "sample"]), default="greedy", show_default=True)
 @click.option("--temperature", type=float, help="Temperature of sampling (default 1).")
@@ -77,7 +81,7 @@ class GenerateOptions:
     "--typical-p", type=float, help="Sample only from the most typical tokens up to this total probability."
 )
 @click.option("--repetition-penalty", type=float, help="Make tokens that already occurred less likely.")
-@click.option("--seed", type=SEED, help="Random seed (default 0); prompt n uses seed + n.")
+@click.option("--seed", type=int, help="Random seed (default 0); prompt n uses seed + n.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--stop", "stop_texts", multiple=True, metavar="TEXT", help="Stop at this text. May be repeated.")
 @click.option("--stop-id", "stop_ids", type=int, multiple=True, help="Stop at this token id. May be repeated.")
@@ -108,8 +112,10 @@ def generate(target: str | None, loading: Loading, weights_seed: int, **given: A
     prompts = list(_prompts(options))
     if options.full_logits and options.ledger is None:
         raise UsageError("--full-logits writes rows beside a ledger: add --ledger")
-    if options.batch < 1:
+    if options.batch is not None and options.batch < 1:
         raise UsageError(f"batch must be at least 1, not {options.batch}")
+    if options.batch is not None and options.prompts is None:
+        raise UsageError("--batch is the number of prompts to run at once: add --prompts, or leave it out")
     guard((target,), trusts_code=loading.trust_remote_code, timeout_s=loading.timeout_s)
     from kvproof.contract.ledger import Source
     from kvproof.subjects._targets import load_target
@@ -197,7 +203,12 @@ def _run_requests(
 
     status = 0
     try:
-        serve(requests(), batch=options.batch, on_step=(lambda r: None) if several else stream, on_end=at_end)
+        serve(
+            requests(),
+            batch=options.batch or _BATCH,
+            on_step=(lambda r: None) if several else stream,
+            on_end=at_end,
+        )
     except KeyboardInterrupt:
         complain("interrupted; the record holds what was done so far, marked")
         status = EXIT_INTERRUPTED

@@ -63,6 +63,11 @@ def replay(
         if reference and checkpoint is None and header.subject != ReferenceSubject.NAME:
             name = printable(header.subject)
             raise LedgerError(f"{ledger} does not say where its model {name!r} was loaded from: give --target")
+        if checkpoint is not None and not reference:
+            raise LedgerError(
+                f"{ledger} records {printable(header.subject)}, and --checkpoint gives weights of the reference "
+                "system: leave it out, or give the model with --target"
+            )
         if reference:
             subject = ReferenceSubject(
                 load_checkpoint(checkpoint) if checkpoint else recreate(progress, header, ledger)

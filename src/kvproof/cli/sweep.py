@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_USAGE, SEED, Finished
+from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_REQUIRED, EXIT_USAGE, SEED, Finished
 from kvproof.cli.outputs import complain, print_text, write_outputs
 from kvproof.cli.progress import show_progress
 
@@ -41,5 +41,7 @@ def sweep(targets: tuple[str, ...], folder: Path, quiet: bool, **options: Any) -
         asked = SweepOptions(**options)
         table = sweep_targets(targets, folder, asked, on_group=progress.groups, on_note=complain)
     text = table.summary if quiet else f"{table.summary}\nThe table: {folder / 'sweep.md'}"
-    status = table.verdict.exit_status or (EXIT_USAGE if table.has_refused(targets) else 0)
+    status = table.verdict.exit_status
+    if status in (0, EXIT_REQUIRED) and table.has_refused(targets):
+        status = EXIT_USAGE
     raise Finished(write_outputs([lambda: print_text(f"{text}\n")], status))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvproof._numerics.dtypes import name_of
 from kvproof._numerics.taps import Tap, untouched
-from kvproof.errors import MalformedRowError, SubjectError
+from kvproof.errors import MalformedRowError, SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._base import Opening, Session, Subject
 
@@ -119,6 +119,12 @@ class CacheValueSession(Session):
     def _put_tensors(self, layers: Layers) -> None:
         assert self.decoder.ops.put is not None
         self.cache = self.decoder.ops.put(self.cache, layers)
+
+
+def check_context_len(context_len: object) -> None:
+    """Raise `UsageError` unless a declared number of positions is an integer of at least 1."""
+    if not isinstance(context_len, int) or isinstance(context_len, bool) or context_len < 1:
+        raise UsageError(f"context_len must be an integer of at least 1, not {context_len!r}")
 
 
 def require_dtype(given: str, wanted: torch.dtype, what: str) -> None:

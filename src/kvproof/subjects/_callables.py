@@ -15,7 +15,14 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, UsageError
 from kvproof.scenarios import Ability
-from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._cache_values import (
+    NO_END,
+    CacheOps,
+    CacheValueSubject,
+    as_tensor,
+    check_context_len,
+    require_dtype,
+)
 from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._module_state import modules_behind, random_parts, state_of_function
 
@@ -58,6 +65,7 @@ class CallableSubject(CacheValueSubject):
         for label, function in (("full", full), ("step", step)):
             if not callable(function):
                 raise UsageError(f"{label} must be a function, not a {type(function).__name__}")
+        check_context_len(context_len)
         self.full, self._step, self._cast_to = full, step, cast
         self.ops = ops
         self._true_float64 = true_float64

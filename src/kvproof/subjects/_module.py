@@ -17,7 +17,14 @@ from kvproof.contract.results import SubjectInfo
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import MalformedRowError, SubjectError, UsageError
 from kvproof.scenarios import Ability, Boundaries
-from kvproof.subjects._cache_values import NO_END, CacheOps, CacheValueSubject, as_tensor, require_dtype
+from kvproof.subjects._cache_values import (
+    NO_END,
+    CacheOps,
+    CacheValueSubject,
+    as_tensor,
+    check_context_len,
+    require_dtype,
+)
 from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import layer_of, tapped
@@ -65,6 +72,7 @@ class ModuleSubject(CacheValueSubject):
         Raises `UsageError` for a name that the module's ``forward`` does not accept, and `SubjectError` if a
         first call raises or does not return logits.
         """
+        check_context_len(context_len)
         names = {"cache": cache, "positions": positions, "mask": mask}
         _check_names(module, {label: given for label, given in names.items() if given is not None})
         self.module = module.eval().requires_grad_(False)
