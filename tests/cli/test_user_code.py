@@ -182,3 +182,10 @@ def test_a_sigterm_while_nothing_can_be_kept_says_so_too(tmp_path: Path):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip() == "kvproof: interrupted; no file was left half-written\n"
+
+
+@pytest.mark.parametrize("place", ["top", "make", "full"])
+def test_a_decoder_that_raises_is_named_with_its_own_lines(place: str, tmp_path: Path):
+    path = decoder(tmp_path, **{place: "{}['weight']"})
+    outcome = run("audit", f"{path}:make", *SHORT)
+    assert outcome.refused("KeyError: 'weight'", f"({path}, line {line_of(path, 'weight')}, in "), outcome
