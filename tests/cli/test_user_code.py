@@ -181,7 +181,7 @@ def test_a_sigterm_while_nothing_can_be_kept_says_so_too(tmp_path: Path):
         process.terminate()
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.strip() == "kvproof: interrupted; no file was left half-written\n"
+    assert err.strip() == "kvproof: interrupted; no file was left half-written"
 
 
 @pytest.mark.parametrize("place", ["top", "make", "full"])
@@ -189,3 +189,10 @@ def test_a_decoder_that_raises_is_named_with_its_own_lines(place: str, tmp_path:
     path = decoder(tmp_path, **{place: "{}['weight']"})
     outcome = run("audit", f"{path}:make", *SHORT)
     assert outcome.refused("KeyError: 'weight'", f"({path}, line {line_of(path, 'weight')}, in "), outcome
+
+
+def test_an_uncached_path_that_raises_later_is_undecided_and_named_with_its_own_lines(tmp_path: Path):
+    path = decoder(tmp_path, full="len(ids) > 3 and {}['weight']")
+    outcome = run("audit", f"{path}:make", *SHORT, "--quiet")
+    assert outcome.status == 3
+    assert f"KeyError: 'weight' ({path}, line {line_of(path, 'weight')}, in full: " in outcome.out
