@@ -38,15 +38,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that uses a scenario once for each scenario."""
     if _NAME not in metafunc.fixturenames:
         return
-    from kvproof.scenarios import catalogue
+    from kvproof.errors import UsageError
+    from kvproof.scenarios import catalogue, check_names
 
     known = list(dict.fromkeys(scenario.name for scenario in catalogue(range(8), range(8))))
     chosen = [name for marker in metafunc.definition.iter_markers(_MARKER) for name in marker.args] or known
-    for name in chosen:
-        if name not in known:
-            raise pytest.UsageError(
-                f"{metafunc.definition.nodeid}: no scenario {name!r}; there are: {', '.join(known)}"
-            )
+    try:
+        check_names(chosen, known)
+    except UsageError as error:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: {error}") from None
     metafunc.parametrize(_NAME, chosen, ids=[name.replace(" ", "-") for name in chosen])
 
 

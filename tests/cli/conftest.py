@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,29 @@ from .running import Outcome, run
 def no_shape_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes are not checked here, as in a user's process: wrong types must meet kvproof's own checks."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def full_device(tmp_path: Path) -> Path:
+    """A device that is always full, in a folder of its own: a mistake in a test must not harm the machine's."""
+    return make_device(tmp_path / "devices" / "full", minor=7)
+
+
+@pytest.fixture
+def null_device(tmp_path: Path) -> Path:
+    """A device that takes everything, in a folder of its own."""
+    return make_device(tmp_path / "devices" / "null", minor=3)
+
+
+def make_device(path: Path, minor: int) -> Path:
+    """Make one of Linux's memory devices."""
+    path.parent.mkdir(exist_ok=True)
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, minor))
+        path.open("wb").close()
+    except OSError:
+        pytest.skip("making a device takes rights that this user does not have here")
+    return path
 
 
 @pytest.fixture(scope="session")

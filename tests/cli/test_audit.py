@@ -14,7 +14,7 @@ from kvproof.contract.report import Report
 from kvproof.contract.results import RowResult, ScenarioResult, Verdict
 from kvproof.faults import Fault
 from kvproof.render.json import parse, read
-from kvproof.scenarios import Scenario
+from kvproof.scenarios import Scenario, catalogue
 
 from .running import run
 
@@ -164,11 +164,51 @@ def test_skip_leaves_a_scenario_out():
 
 def test_what_is_not_checked_is_not_a_pass_where_it_is_required():
     options = ("audit", "random:mamba", "--length", 12, "--scenario", "rollback")
-    free, required = run(*options, "--json"), run(*options, "--require", "rollback")
-    assert free.status == 0
-    assert parse(free.out, "stdout").verdict is Verdict.NOT_CHECKED
-    assert required.status == 5
-    assert required.err == "kvproof: scenario 'rollback' was required and not checked\n"
+    named, required = run(*options, "--json"), run(*options, "--require", "rollback")
+    assert (named.status, required.status) == (5, 5)
+    assert parse(named.out, "stdout").verdict is Verdict.NOT_CHECKED
+    assert named.err.startswith("kvproof: scenario 'rollback' was named and not checked: ")
+    assert required.err.startswith("kvproof: scenario 'rollback' was required and not checked: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--scenario", "fork", "--scenario", "rollback"], 5, "'rollback' was named and not checked: "),
+        (["--scenario", "fork"], 0, ""),
+        (["--scenario", "fork", "--require", "fork"], 0, ""),
+        (["--scenario", "fork", "--require", "causality"], 0, ""),
+        (["--scenario", "fork", "--require", "token-by-token"], 5, "'token-by-token' was required and not"),
+        (["--scenario", "chunked prefill", "--scenario", "rollback"], 1, ""),  # a bug outranks it
+    ],
+    ids=str,
+)
+def test_a_scenario_that_is_named_must_be_checked(options: list[str], status: int, said: str):
+    """With nothing compared, the audit exited with 0, and a gate passed."""
+    outcome = run("audit", "random:mamba", "--length", 12, "--no-certificate", "--quiet", *options)
+    assert outcome.status == status
+    assert said in outcome.err if said else outcome.err == ""
+
+
+def test_an_audit_that_compares_nothing_never_passes():
+    names = [scenario.name for scenario in catalogue(range(8), range(8))]
+    left = [word for name in names if name != "rollback" for word in ("--skip", name)]
+    outcome = run("audit", "random:mamba", "--length", 8, "--quiet", *left)
+    assert outcome.status == 5
+    assert outcome.err == "kvproof: nothing was checked that counts for the verdict\n"
+
+
+@pytest.mark.parametrize("option", ["--scenario", "--skip", "--require"])
+def test_a_scenario_with_a_typo_is_refused_at_once_with_the_nearest_name(
+    option: str, monkeypatch: pytest.MonkeyPatch
+):
+    """With --require, the audit ran to its end first, and ended as if the model lacked the scenario."""
+    monkeypatch.setattr("kvproof.subjects._targets.load_target", None)
+    outcome = run("audit", "random:gpt2", option, "chunked-prefil")
+    assert outcome.refused(
+        "no scenario 'chunked-prefil'. Did you mean 'chunked prefill'? There are: token-by-token"
+    )
+    assert run("audit", "random:gpt2", option, "xyz").refused("no scenario 'xyz'; there are: token-by-token")
 
 
 def test_the_list_names_every_scenario_without_a_target():
@@ -182,6 +222,9 @@ def test_the_list_names_every_scenario_without_a_target():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ([""], ["the target is empty: ''"]),
+        ([" "], ["the target is empty: ' '"]),
+        (["random:gpt2", "--truth", ""], ["the target is empty: ''"]),
         (["nowhere"], ["no such model: 'nowhere' is neither a folder", "random:TYPE nor module:factory"]),
         (["nobody/nothing"], ["nobody/nothing is neither a folder nor in the local hub cache", "--download"]),
         (["gone.gguf"], ["no such model: 'gone.gguf'"]),
@@ -206,7 +249,8 @@ def test_wrong_usage_is_refused_in_one_line(arguments: list[str], words: list[st
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["x", "--dtype", "int8"], ["x", "--length", "7"], ["x", "--seed", "-1"]]
+    "arguments",
+    [[], ["x", "--dtype", "int8"], ["x", "--length", "7"], ["x", "--seed", "-1"], ["x", "--seed", str(2**63)]],
 )
 def test_a_wrong_option_is_refused(arguments: list[str]):
     outcome = run("audit", *arguments)

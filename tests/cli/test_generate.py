@@ -582,6 +582,8 @@ def test_texts_that_a_bug_parts_are_a_divergence(decoder: Path, tmp_path: Path):
         (["--ids", "1", "--stop", ""], ["a stop text is empty"]),
         (["--ids", "1", "--stop", "x"], ["has no tokenizer: a stop text is looked for in text"]),
         (["--ids", "1", "--batch", "0"], ["batch must be at least 1, not 0"]),
+        (["--ids", "1", "--batch", "2"], ["--batch is the number of prompts", "add --prompts"]),
+        (["--prompt", "x", "--batch", "2"], ["--batch is the number of prompts", "add --prompts"]),
         (["--ids", "1", "--full-logits"], ["--full-logits", "--ledger"]),
         (["--ids", "1", "--full-logits", "--ledger", "l.safetensors"], ["l.safetensors", "name the ledger"]),
         (["--ids", "1", "--compare", "--no-margins"], ["--compare takes one prompt"]),

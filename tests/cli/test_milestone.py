@@ -242,12 +242,10 @@ def assert_written_though_not_printed(done: subprocess.CompletedProcess[str], fo
     assert parse((folder / "report.json").read_text("utf-8"), "report.json").exit_status == 0
 
 
-FULL = Path("/dev/full")
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
-def test_a_full_standard_output_exits_with_73_and_the_report_is_written_all_the_same(saved: Path, tmp_path: Path):
-    with FULL.open("w") as output:
+def test_a_full_standard_output_exits_with_73_and_the_report_is_written_all_the_same(
+    saved: Path, full_device: Path, tmp_path: Path
+):
+    with full_device.open("w") as output:
         done = started(saved, tmp_path / "report", output, "--json")
     assert_written_though_not_printed(done, tmp_path / "report", errno.ENOSPC)
 
@@ -264,9 +262,10 @@ def test_a_standard_output_that_nobody_reads_exits_with_73_and_the_report_is_wri
     assert_written_though_not_printed(done, tmp_path / "report", errno.EPIPE)
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
-def test_a_gate_that_fails_outranks_a_standard_output_that_is_full(saved: Path, tmp_path: Path):
-    with FULL.open("w") as output:
+def test_a_gate_that_fails_outranks_a_standard_output_that_is_full(
+    saved: Path, full_device: Path, tmp_path: Path
+):
+    with full_device.open("w") as output:
         done = started(saved, tmp_path / "report", output, "--without", "seed")
     assert done.stderr == f"kvproof: cannot write to standard output: {os.strerror(errno.ENOSPC)}\n"
     assert done.returncode == 1
@@ -279,6 +278,9 @@ def test_a_gate_that_fails_outranks_a_standard_output_that_is_full(saved: Path, 
         (False, {}, False, False),
         (True, {}, True, True),
         (True, {"NO_COLOR": "1"}, True, False),
+        (True, {"TERM": "dumb"}, False, False),
+        (True, {"TERM": "dumb", "NO_COLOR": "1"}, False, False),
+        (True, {"TERM": "dumb", "FORCE_COLOR": "1"}, True, True),
         (True, {"NO_COLOR": ""}, True, True),
         (False, {"NO_COLOR": "1"}, False, False),
         (False, {"FORCE_COLOR": "1"}, True, True),
@@ -297,6 +299,7 @@ def test_colours_and_box_lines_follow_the_terminal_and_the_environment(
 ):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     text = run("milestone", "--checkpoint", saved, terminal=terminal).out

@@ -680,3 +680,11 @@ def test_a_record_cut_off_anywhere_is_never_taken_for_a_whole_one(
     outcome = run("replay", scratch, "--checkpoint", saved)
     assert outcome.status in (1, 2)
     assert clean(outcome), outcome
+
+
+def test_a_checkpoint_for_a_ledger_of_another_model_is_refused(saved: Path, tmp_path: Path):
+    """It was left aside without a word."""
+    ledger = tmp_path / "ledger.jsonl"
+    assert run("generate", "random:gpt2", "--ids", "1", "--max-tokens", 2, "--ledger", ledger).status == 0
+    outcome = run("replay", ledger, "--checkpoint", saved)
+    assert outcome.refused(ledger, "records", "--checkpoint gives weights of the reference system"), outcome

@@ -118,7 +118,10 @@ def test_every_scenario_is_a_test_where_none_is_named(pytester: pytest.Pytester)
 def test_a_scenario_that_is_not_there_is_named(pytester: pytest.Pytester):
     result = run(pytester, EACH.replace('"batch"', '"bach"'))
     assert result.ret != 0
-    assert "no scenario 'bach'; there are: token-by-token," in result.stdout.str() + result.stderr.str()
+    assert (
+        "no scenario 'bach'. Did you mean 'batch'? There are: token-by-token,"
+        in result.stdout.str() + result.stderr.str()
+    )
 
 
 def test_options_come_from_pyproject(pytester: pytest.Pytester):

@@ -1,6 +1,7 @@
 """Decoders that people bring: as functions, as modules, as the result of a factory."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def test_logits_may_be_arrays_of_any_framework(wrap: Callable[[np.ndarray], Any]
     [
         ([1.0, 2.0], "are a list: give a torch tensor, a NumPy array"),
         (None, "are a NoneType"),
-        (np.arange(3), "hold torch.int64, not floating-point numbers"),
+        (np.arange(3), r"hold torch.int64 of shape \(3,\), not floating-point numbers"),
     ],
 )
 def test_what_is_no_array_of_numbers_is_refused(value: Any, message: str):
@@ -360,3 +361,18 @@ def test_a_file_that_raises_as_it_is_read_says_what(tmp_path: Path):
     file.write_text("import no_such_library\n")
     with pytest.raises(UsageError, match="raised ModuleNotFoundError: No module named 'no_such_library'"):
         load_target(f"{file}:decoder", LoadOptions())
+
+
+@pytest.mark.parametrize("context_len", [0, -1, 1.5, True, None, "8"])
+def test_a_context_that_is_no_number_of_positions_is_refused(context_len: Any):
+    message = f"^context_len must be an integer of at least 1, not {re.escape(repr(context_len))}$"
+    with pytest.raises(UsageError, match=message):
+        CallableSubject(*sums(), context_len=context_len)
+    with pytest.raises(UsageError, match=message):
+        ModuleSubject(Sums(), cache="memory", context_len=context_len)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**70])
+def test_a_seed_beyond_64_bits_is_refused(seed: int):
+    with pytest.raises(UsageError, match=r"^seed must lie in 0\.\.2\*\*63-1, not "):
+        audit(sums(), ["token-by-token"], seed=seed)

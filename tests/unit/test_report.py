@@ -14,7 +14,7 @@ from kvproof.errors import ReportError
 from kvproof.render.json import parse, render
 
 EXIT_STATUS = {
-    Verdict.NOT_CHECKED: 0,
+    Verdict.NOT_CHECKED: 5,
     Verdict.MATCH: 0,
     Verdict.ROUNDING: 0,
     Verdict.VACUOUS: 4,

@@ -35,7 +35,7 @@ from kvproof._engine.rung import Prefix
 from kvproof._engine.uncached_values import LiteralRuns, OnePassRuns, Trace, UncachedRun, UncachedRuns
 from kvproof._engine.written_entries import WrittenEntries
 from kvproof._numerics.dtypes import name_of
-from kvproof._numerics.gaps import Gap, gap_between, is_within, largest
+from kvproof._numerics.gaps import Gap, gap_beside_nan, gap_between, is_within, largest
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import POINTER_FACTOR, TOP_RUNG, value_limit
 from kvproof.contract.results import Divergence, Localisation
@@ -363,7 +363,7 @@ def _beyond(comparison: Comparison, limit: float) -> _Mismatch | None:
         return None
     # Of weights, which have heads before slots, the earliest slot is named, as in a cache.
     slots = 1 if comparison.site.stage is Stage.ATTN_WEIGHTS else 0
-    gap = gap_between(comparison.expected, comparison.actual, first_axis=slots)
+    gap = gap_beside_nan(comparison.expected, comparison.actual, first_axis=slots)
     if gap.size <= limit:
         return None
     if comparison.site.stage in OVER_SLOTS:
@@ -374,7 +374,7 @@ def _beyond(comparison: Comparison, limit: float) -> _Mismatch | None:
 def _first_wrong_slot(comparison: Comparison, limit: float) -> Gap:
     """Return the gap of the earliest wrong slot: later ones may be the same fault again."""
     for slot in range(comparison.expected.shape[1]):
-        gap = gap_between(comparison.expected[:, slot], comparison.actual[:, slot])
+        gap = gap_beside_nan(comparison.expected[:, slot], comparison.actual[:, slot])
         if not gap.size <= limit:
             return Gap(size=gap.size, index=(gap.index[0], slot, gap.index[1]), scale=gap.scale)
     raise AssertionError("a cache tensor beyond its limit has a slot beyond it")

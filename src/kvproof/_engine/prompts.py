@@ -52,6 +52,8 @@ def random_sequences(subject: Subject, length: int, seed: int) -> tuple[tuple[in
             f"{length} tokens are more than the context of {subject.info.context_len} that "
             f"{subject.info.name} accepts"
         )
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"seed must lie in 0..2**63-1, not {seed}")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, subject.info.vocab_size, (2, length), generator=generator).tolist()
     nearest = subject.token_ids.nearest

@@ -28,10 +28,11 @@ from kvproof._numerics.random_rounding import RandomRounding, Unit, UnitRecorder
 from kvproof._numerics.tolerances import FAR_FACTOR, NUM_SAMPLES
 from kvproof._numerics.top_k import Choice, Choices
 from kvproof._system.pool import map_in_processes
+from kvproof._system.user_frames import describe_traceback
 from kvproof.contract.ledger import MarginVerdict
 from kvproof.errors import SubjectError
 from kvproof.subjects import Subject
-from kvproof.subjects._checks import wrap_errors
+from kvproof.subjects._decoder_calls import wrap_errors
 
 #: How uncached rows are computed.
 Reference = Literal["literal", "one-pass"]
@@ -56,6 +57,12 @@ class BothWays:
     error: float | None  #: the larger error of the two ways in the declared dtype
     margin: float
     margin_verdict: MarginVerdict
+
+
+def _with_place(error: SubjectError) -> str:
+    """Return what a decoder raised and where in its own code, which nothing else of the report shows."""
+    where = "" if error.__cause__ is None else describe_traceback(error.__cause__.__traceback__)
+    return f"{error} ({where})" if where else str(error)
 
 
 class Uncached:
@@ -151,7 +158,7 @@ class Uncached:
             try:
                 self._measure_or_drop_top(sequence)
             except SubjectError as error:
-                problem = problem or str(error)
+                problem = problem or _with_place(error)
         return problem
 
     def prove(self) -> None:

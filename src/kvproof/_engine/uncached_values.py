@@ -5,6 +5,7 @@ that starts with it, which is right only for a causal subject. Runs are kept who
 others the keys and values of each sequence remain, which say what a wrong cache slot really holds.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kvproof._engine.rung import Prefix, Rung
 from kvproof._engine.verdict_rules import are_equal_in_float64
-from kvproof._numerics.gaps import gap_between, largest
+from kvproof._numerics.gaps import gap_beside_nan, gap_between, largest
 from kvproof._numerics.taps import Recorder, token_axis
 from kvproof._numerics.tolerances import TOP_RUNG, value_limit
 from kvproof.contract.stages import OVER_SLOTS, Site, Stage
@@ -45,7 +46,7 @@ class UncachedRun:
     def logits_differ(self, length: int, cached: Tensor) -> bool:
         """Return whether a cached row is further from the one after ``length`` tokens than its dtype allows."""
         expected = self.row(length)
-        gap = gap_between(expected, cached)
+        gap = gap_beside_nan(expected, cached)
         return not gap.size <= value_limit(expected.dtype, 0.0, gap.scale)
 
     def limit(self, site: Site) -> float:
@@ -56,9 +57,9 @@ class UncachedRun:
         return value_limit(value.dtype, self._noise.get(site, 0.0), self.scale(site))
 
     def scale(self, site: Site) -> float:
-        """Return the largest magnitude at a site."""
+        """Return the largest magnitude at a site, of what is not NaN."""
         if site not in self._scales:
-            self._scales[site] = float(self.values[site].abs().max())
+            self._scales[site] = float(self.values[site].abs().nan_to_num(nan=0.0, posinf=math.inf).max())
         return self._scales[site]
 
 
@@ -183,5 +184,5 @@ def _noise_between(shorter: Trace, values: Trace) -> dict[Site, float]:
         alone = shorter[site]
         shared = value.narrow(axis, 0, alone.shape[axis])
         # A value whose size depends on the length, as an index of selected tokens does, has no counterpart.
-        noise[site] = gap_between(alone, shared).size if alone.shape == shared.shape else 0.0
+        noise[site] = gap_beside_nan(alone, shared).size if alone.shape == shared.shape else 0.0
     return noise

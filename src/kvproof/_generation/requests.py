@@ -15,7 +15,7 @@ from kvproof._engine.verdict_rules import judge_margin
 from kvproof._generation.choosing import NUM_TOP, Choice, choose, new_generator, ranked, state_of
 from kvproof._numerics.digests import row_digest
 from kvproof._numerics.gaps import gap_of_rows
-from kvproof._system.files import LineFile, write_whole
+from kvproof._system.files import LineFile, is_regular, write_whole
 from kvproof._system.machine import delay_interrupt, environment
 from kvproof.contract.ledger import (
     LEDGER_MINOR,
@@ -164,6 +164,10 @@ class Request:
         check_request(subject, prompt, policy, stops)
         if full_logits and file is not None and rows_file(file) == file:
             raise UsageError(f"the rows of {file} would stand in that very file: name the ledger otherwise")
+        if full_logits and file is not None and not is_regular(file):
+            raise UsageError(
+                f"{file} is not a regular file, so no rows can stand beside it: leave out --full-logits"
+            )
         self.subject = subject
         self.policy = policy
         self.stops = stops

@@ -66,6 +66,18 @@ def gap_between(expected: Tensor, actual: Tensor, *, first_axis: int = 0) -> Gap
     return Gap(size=size, index=_first(difference >= least, first_axis), scale=scale)
 
 
+def gap_beside_nan(expected: Tensor, actual: Tensor, *, first_axis: int = 0) -> Gap:
+    """Compare two tensors as `gap_between` does, without the entries that are NaN in both.
+
+    What both computations make NaN is no difference between them, and must not hide one beside it.
+    """
+    gap = gap_between(expected, actual, first_axis=first_axis)
+    if not math.isnan(gap.size):
+        return gap
+    both = expected.isnan() & actual.isnan()
+    return gap_between(expected.masked_fill(both, 0.0), actual.masked_fill(both, 0.0), first_axis=first_axis)
+
+
 #: An entry this far below a row's largest has no share in its softmax: that of float64 ends at 745.
 UNSEEN = 1000.0
 #: Units in the last place within which two entries that no softmax sees are equal.

@@ -49,6 +49,8 @@ class Watch(PairedMode):  # type: ignore[no-untyped-call]
         aliases = [returned.alias_info for returned in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):
             return result  # a view computes nothing
+        if func.overloadpacket is torch.ops.aten.clone and not self.saw(args[0]):
+            return result  # nor does a copy: what came from elsewhere still does
         for value in _numbers(result):
             self.dtypes.add(value.dtype)
             self._storages.add(value.untyped_storage().data_ptr())

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,7 +16,7 @@ from kvproof._numerics.tolerances import STRUCTURAL_FLOOR
 from kvproof._shrinking.programs import CLEAR, Failure, FailureFinder, Tries, simplify
 from kvproof._shrinking.simpler import num_tokens
 from kvproof._shrinking.writable import Found, WritableModel, check_writable, writable_model
-from kvproof._system.files import write_whole
+from kvproof._system.files import is_regular, write_whole
 from kvproof.contract.report import AuditRequest, Report
 from kvproof.contract.results import ScenarioResult, Verdict
 from kvproof.errors import KvproofError, ReportError, UsageError
@@ -86,7 +87,7 @@ def reproduce(
     text = _text(case, report, found)
     write_whole(file, text.encode())
     on_stage(f"running {file.name}")
-    status, output = _run(file)
+    status, output = _run(file) if is_regular(file) else _run_elsewhere(text)
     return Reproduction(
         file=file,
         num_lines=text.count("\n"),
@@ -236,7 +237,7 @@ def _run(file: Path) -> tuple[int, str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, file.name],
+            [sys.executable, file.resolve().name],
             cwd=file.resolve().parent,
             env=environment,
             capture_output=True,
@@ -248,6 +249,14 @@ def _run(file: Path) -> tuple[int, str]:
         return -1, f"it was stopped after {LIMIT_S} seconds"
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     return done.returncode, lines[-1] if lines else "it printed nothing"
+
+
+def _run_elsewhere(text: str) -> tuple[int, str]:
+    """Run a file that went to a pipe or a device, from where it cannot be read again."""
+    with tempfile.TemporaryDirectory(prefix="kvproof-") as folder:
+        file = Path(folder) / "reproduction.py"
+        file.write_text(text, "utf-8")
+        return _run(file)
 
 
 def _sentence(name: str, first: Scenario, num_weights: int, case: _Case) -> str:

@@ -170,6 +170,7 @@ class Children:
         try:
             # A child in its own group receives only interrupts that are sent to it.
             signal.signal(signal.SIGINT, signal.SIG_DFL if self.own_group else signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGALRM})
             if self.own_group:
                 with suppress(OSError):

@@ -1,32 +1,65 @@
-"""Writes files completely or not at all, and appends complete lines."""
+"""Writes files completely or not at all, appends complete lines, and never replaces a device or a pipe."""
 
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from kvproof.errors import OutputError
 
+#: Names that stand for a stream that is already open, whatever it leads to.
+_OPEN_STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write ``data`` to a temporary file in the same folder, then move it into place.
 
-    If the call fails or is interrupted, an existing file stays unchanged and no temporary file is left. Raises
-    `OutputError`, which names the path.
+    If the call fails or is interrupted, an existing file stays unchanged and no temporary file is left. Through a
+    symbolic link, the file that it leads to is written. A device, a pipe or an open stream such as
+    ``/dev/stdout`` stays what it is and receives the data. Raises `OutputError`, which names the path.
     """
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        if not is_regular(path):
+            _write_into(path, data)
+            return
+        target = Path(os.path.realpath(path))
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
         temporary = None
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     finally:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether a path is a regular file, or can become one; not a device, a pipe or an open stream.
+
+    Raises `OSError` if the path cannot be looked up, for example because symbolic links form a loop.
+    """
+    if str(path.absolute()).startswith(_OPEN_STREAMS):
+        return False
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:  # nothing is there yet, or a link leads to nothing yet
+        return True
+
+
+def _write_into(path: Path, data: bytes) -> None:
+    """Write to what exists already. Appending keeps what a redirected stream has received before."""
+    rest = memoryview(data)
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+    finally:
+        os.close(handle)
 
 
 class LineFile:

@@ -50,18 +50,22 @@ def use_one_thread() -> AbstractContextManager[None]:
 
 @contextmanager
 def delay_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until the block is done. Does nothing outside the main thread, the only one it interrupts."""
+    """Delay Ctrl-C and SIGTERM until the block is done. They interrupt only the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     late: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: late.append(number))
+    # A SIGTERM that nobody handles ends the process at once, and one that is ignored stays so.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if n is signal.SIGINT or callable(signal.getsignal(n))]
+    before = {number: signal.signal(number, lambda number, frame: late.append(number)) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
-    if late and callable(before):
-        before(late[0], None)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    handler = before[signal.Signals(late[0])] if late else None
+    if callable(handler):
+        handler(late[0], None)
 
 
 def peak_mb(usage: resource.struct_rusage | None = None) -> float:

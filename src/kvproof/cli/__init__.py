@@ -1,19 +1,23 @@
 """The command line. Nothing heavy is imported before a command runs."""
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import click
 
+from kvproof._system.supervisor import interrupt_once, report_done
+from kvproof._system.user_frames import describe_traceback
 from kvproof.cli.audit import audit
 from kvproof.cli.catalogue import faults
 from kvproof.cli.check import check
 from kvproof.cli.generate import generate
 from kvproof.cli.lesson import lesson, milestone
-from kvproof.cli.options import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OUTPUT, EXIT_USAGE
+from kvproof.cli.options import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OUTPUT, EXIT_USAGE, Finished
 from kvproof.cli.outputs import complain
 from kvproof.cli.replay import replay
 from kvproof.cli.report import render, shrink
@@ -27,9 +31,10 @@ def cli() -> None:
     """Does a decoder's cached path compute the same logits as its uncached path?
 
     \b
-    Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage; 3 inconclusive;
-    4 vacuous; 5 a required scenario was not checked; 6 raised: the cached path raises where the uncached
-    path does not; 70 an error inside kvproof; 73 a result that could not be written; 130 interrupted.
+    Exit status: 0 match or rounding; 1 diverged, or a gate that fails; 2 wrong usage, or code of yours that ends
+    or blocks the process; 3 inconclusive; 4 vacuous; 5 a scenario that was named or required was not checked, or
+    nothing was; 6 raised: the cached path raises where the uncached path does not; 70 an error inside kvproof;
+    73 a result that could not be written; 130 interrupted, by Ctrl-C or SIGTERM.
     """
 
 
@@ -39,12 +44,36 @@ for _command in (milestone, audit, check, generate, replay, faults, sweep, rende
 
 def main() -> None:
     """Run the command line; every way out has its exit status and says why in one line."""
-    sys.exit(_status_of(lambda: cli(standalone_mode=False)))
+    with _handle_signals():
+        status = _status_of(lambda: cli(standalone_mode=False))
+        report_done(status)
+    sys.exit(status)
+
+
+@contextmanager
+def _handle_signals() -> Iterator[None]:
+    """Let SIGTERM interrupt a command as Ctrl-C does, so that what is done so far is reported."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupt = interrupt_once()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _status_of(run: Callable[[], object]) -> int:
     try:
         run()
+    except Finished as done:
+        return done.status
     except click.ClickException as error:
         with suppress(OSError):
             error.show()
@@ -69,4 +98,8 @@ def _status_of(run: Callable[[], object]) -> int:
         traceback.print_exc()
         complain("this is an error inside kvproof, not in what it was given")
         return EXIT_INTERNAL
+    except BaseException as error:  # kvproof raises none itself
+        where = describe_traceback(error.__traceback__)
+        complain(f"code of yours raised {type(error).__name__}: {error}{f' ({where})' if where else ''}")
+        return EXIT_USAGE
     return 0

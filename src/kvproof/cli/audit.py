@@ -1,7 +1,6 @@
 """The command ``kvproof audit``."""
 
 import shlex
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvproof.cli.guard import guard
 from kvproof.cli.options import (
     EXIT_INTERRUPTED,
     EXIT_REQUIRED,
     FILE,
+    SEED,
+    Finished,
     Loading,
     ids_options,
     loading_options,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     Ids = tuple[int, ...]
 
 #: The options that say where a result goes or who computes it, and nothing of what is run.
-_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs"})
+_OUTPUTS = frozenset({"report_dir", "as_json", "quiet", "as_list", "jobs", "timeout_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +74,17 @@ class AuditOptions:
 @click.command()
 @click.argument("target", required=False)
 @click.option("--length", type=click.IntRange(min=8), default=28, show_default=True, help="Tokens per sequence.")
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and tokens."
-)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of weights and tokens.")
 @loading_options
 @ids_options
 @click.option("--prompt", metavar="TEXT", help="Audit this text's tokens instead of random ones.")
 @click.option("--prompt-file", type=FILE, help="Read that text from a UTF-8 file.")
-@click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
+@click.option(
+    "--scenario",
+    multiple=True,
+    metavar="NAME",
+    help="Run only this scenario, and fail with 5 unless it was checked. May be repeated.",
+)
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this scenario out. May be repeated.")
 @click.option("--require", multiple=True, metavar="NAME", help="Fail with 5 unless this scenario was checked.")
 @click.option(
@@ -140,14 +145,16 @@ def audit(target: str | None, loading: Loading, **given: Any) -> None:
         return
     if target is None and loading.config is None:
         raise click.UsageError("Missing argument 'TARGET' (or --config FILE).")
+    _check_scenarios(options)
     text = read_prompt(options.prompt, options.prompt_file)
+    guard((target, options.truth), trusts_code=loading.trust_remote_code, timeout_s=loading.timeout_s)
     from kvproof.render.json import read
 
     before = None if options.baseline is None else read(options.baseline, on_note=complain)
     report, sequences = _run(target, loading, options, text)
     context = click.get_current_context()
     report = replace(report, request=_request(context, report.subject.dtype, sequences))
-    sys.exit(_write(report, options, before, _repeat_command(context, report)))
+    raise Finished(_write(report, options, before, _repeat_command(context, report)))
 
 
 def _run(
@@ -205,11 +212,22 @@ def _adapter_problems(subject: "Subject") -> list[str]:
     return [str(check) for check in broken] + (advice if broken else [])
 
 
+def _check_scenarios(options: AuditOptions) -> None:
+    """Raise `UsageError` for a scenario that does not exist, before anything is loaded."""
+    from kvproof.contract.results import Comparison
+    from kvproof.scenarios import RANDOM_PROGRAMS, catalogue, check_names
+
+    names = [scenario.name for scenario in catalogue(range(options.length), range(options.length))]
+    names += [RANDOM_PROGRAMS] if options.num_programs else []
+    check_names((*options.scenario, *options.skip), names)
+    check_names(options.require, (*names, Comparison.CAUSALITY.value))
+
+
 def _print_scenarios(length: int) -> None:
     from kvproof.scenarios import catalogue
 
-    for entry in {s.name: s for s in catalogue(range(length), range(length))}.values():
-        click.echo(f"{entry.name:37} {entry.exposes}")
+    entries = {s.name: s for s in catalogue(range(length), range(length))}.values()
+    print_text("".join(f"{entry.name:37} {entry.exposes}\n" for entry in entries))
 
 
 audit.help = str(audit.help).format(targets=describe_targets(), extras=describe_extras())
@@ -253,12 +271,31 @@ def _write(report: "Report", options: AuditOptions, before: "Report | None", rep
     if report.partial and not (options.fail_fast and status):
         complain("interrupted; the report holds what was done so far")
         status = EXIT_INTERRUPTED
-    checked = {s.name for s in report.scenarios if s.verdict.value != "not-checked"}
-    for name in options.require:
-        if name not in checked:
-            complain(f"scenario {name!r} was required and not checked")
-            status = status or EXIT_REQUIRED
-    return write_outputs(outputs, status)
+    return write_outputs(outputs, _require(report, options, status))
+
+
+def _require(report: "Report", options: AuditOptions, status: int) -> int:
+    """Say which scenarios were required or named and not checked; return the exit status with that.
+
+    Naming a scenario asks for it; if something else is wrong, only ``--require`` says that it is missing.
+    """
+    from kvproof.contract.results import Verdict
+
+    results = {result.name: result for result in report.scenarios}
+    nothing_wrong, missing = status in (0, EXIT_REQUIRED), False
+    named = options.scenario if nothing_wrong and not report.partial else ()
+    for name in dict.fromkeys((*options.require, *named)):
+        result = results.get(name)
+        if result is not None and result.verdict is not Verdict.NOT_CHECKED:
+            continue
+        missing = True
+        asked = "required" if name in options.require else "named"
+        why = f": {result.reason}" if result is not None and result.reason else ""
+        complain(f"scenario {name!r} was {asked} and not checked{why}")
+    if report.verdict is Verdict.NOT_CHECKED and nothing_wrong and not missing:
+        missing = True
+        complain("nothing was checked that counts for the verdict")
+    return EXIT_REQUIRED if nothing_wrong and missing else status
 
 
 def _repeat_command(context: click.Context, report: "Report") -> str:

@@ -27,5 +27,5 @@ def faults(as_json: bool) -> None:
     if as_json:
         print_text(f"{json.dumps(entries, indent=2)}\n")
         return
-    for entry in entries:
-        click.echo(f"{entry['name']:25} {entry['breaks']} [{', '.join(entry['stages'])}]")
+    lines = [f"{entry['name']:25} {entry['breaks']} [{', '.join(entry['stages'])}]\n" for entry in entries]
+    print_text("".join(lines))

@@ -1,7 +1,6 @@
 """The command ``kvproof generate``."""
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import click
 
 from kvproof.cli.audit import read_prompt
-from kvproof.cli.options import EXIT_INTERRUPTED, FILE, Loading, loading_options
+from kvproof.cli.guard import guard
+from kvproof.cli.options import EXIT_INTERRUPTED, FILE, SEED, Finished, Loading, loading_options
 from kvproof.cli.outputs import complain, make_folder, print_text
 from kvproof.cli.progress import show_progress
 from kvproof.errors import KvproofError, UsageError
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
 
+#: How many prompts run at once by default.
+_BATCH = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
     """What is generated and how, as it was typed; how the model is loaded stands in `Loading`."""
@@ -36,7 +40,7 @@ class GenerateOptions:
     prompt_file: Path | None
     ids: str | None
     prompts: Path | None
-    batch: int
+    batch: int | None
     raw: bool
     kind: str
     temperature: float | None
@@ -66,7 +70,7 @@ class GenerateOptions:
 @click.option(
     "--prompts", type=FILE, help="File with one prompt a line; in a .jsonl file, a JSON string or list of ids."
 )
-@click.option("--batch", type=int, default=8, show_default=True, help="Number of prompts to run at once.")
+@click.option("--batch", type=int, help="With --prompts: number of prompts to run at once (default 8).")
 @click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option("--policy", "kind", type=click.Choice(["greedy", "sample"]), default="greedy", show_default=True)
 @click.option("--temperature", type=float, help="Temperature of sampling (default 1).")
@@ -92,9 +96,7 @@ class GenerateOptions:
 @click.option("--path", type=click.Choice(["cached", "uncached"]), default="cached", show_default=True)
 @click.option("--compare", is_flag=True, help="Run both paths; say where and why their texts differ.")
 @loading_options
-@click.option(
-    "--weights-seed", type=click.IntRange(min=0), default=0, help="Random seed of a random model's weights."
-)
+@click.option("--weights-seed", type=SEED, default=0, help="Random seed of a random model's weights.")
 @click.option("--quiet", is_flag=True, help="Print only the text.")
 def generate(target: str | None, loading: Loading, weights_seed: int, **given: Any) -> None:
     """Generate from TARGET, which is what `kvproof audit` takes, and keep a record that can be replayed.
@@ -110,8 +112,11 @@ def generate(target: str | None, loading: Loading, weights_seed: int, **given: A
     prompts = list(_prompts(options))
     if options.full_logits and options.ledger is None:
         raise UsageError("--full-logits writes rows beside a ledger: add --ledger")
-    if options.batch < 1:
+    if options.batch is not None and options.batch < 1:
         raise UsageError(f"batch must be at least 1, not {options.batch}")
+    if options.batch is not None and options.prompts is None:
+        raise UsageError("--batch is the number of prompts to run at once: add --prompts, or leave it out")
+    guard((target,), trusts_code=loading.trust_remote_code, timeout_s=loading.timeout_s)
     from kvproof.contract.ledger import Source
     from kvproof.subjects._targets import load_target
 
@@ -126,7 +131,7 @@ def generate(target: str | None, loading: Loading, weights_seed: int, **given: A
         trust_remote_code=loading.trust_remote_code,
     )
     with _threads_for(target):
-        sys.exit(_run(subject, prompts, policies, source, options))
+        raise Finished(_run(subject, prompts, policies, source, options))
 
 
 def _run(
@@ -198,7 +203,12 @@ def _run_requests(
 
     status = 0
     try:
-        serve(requests(), batch=options.batch, on_step=(lambda r: None) if several else stream, on_end=at_end)
+        serve(
+            requests(),
+            batch=options.batch or _BATCH,
+            on_step=(lambda r: None) if several else stream,
+            on_end=at_end,
+        )
     except KeyboardInterrupt:
         complain("interrupted; the record holds what was done so far, marked")
         status = EXIT_INTERRUPTED

@@ -1,13 +1,12 @@
 """The commands of the reference system: ``kvproof milestone`` and ``kvproof lesson``."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvproof.cli.options import FILE
+from kvproof.cli.options import FILE, Finished
 from kvproof.cli.outputs import print_report, print_text, save_checkpoint, write_milestone, write_outputs
 from kvproof.cli.progress import Progress, show_progress
 from kvproof.contract.milestone import SWITCHES
@@ -58,7 +57,7 @@ def milestone(
         outputs.append(lambda: save_checkpoint(weights, weights_file))
     if report_dir is not None:
         outputs.append(lambda: write_milestone(report, weights, report_dir))
-    sys.exit(write_outputs(outputs, report.exit_status))
+    raise Finished(write_outputs(outputs, report.exit_status))
 
 
 @click.command()
@@ -81,8 +80,8 @@ def lesson(out: Path | None, checkpoint: Path | None, quiet: bool) -> None:
     if out is not None:
         from kvproof._system.files import write_whole
 
-        sys.exit(write_outputs([lambda: write_whole(out, page)], 0))
-    sys.exit(write_outputs([lambda: _show(page)], 0))
+        raise Finished(write_outputs([lambda: write_whole(out, page)], 0))
+    raise Finished(write_outputs([lambda: _show(page)], 0))
 
 
 def _show(page: bytes) -> None:

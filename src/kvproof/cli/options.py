@@ -17,11 +17,22 @@ if TYPE_CHECKING:
 #: Exit statuses that no verdict uses.
 EXIT_USAGE, EXIT_REQUIRED, EXIT_INTERNAL, EXIT_OUTPUT, EXIT_INTERRUPTED = 2, 5, 70, 73, 130
 
+#: What torch takes as a seed.
+SEED = click.IntRange(0, 2**63 - 1)
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTIONS = ("eager", "sdpa")
 
 #: A file that is read or written, and no folder.
 FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class Finished(SystemExit):
+    """A command is done, with its exit status; a `SystemExit` of any other kind comes from the user's code."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,7 @@ class Loading:
     config: Path | None
     network: bool
     trust_remote_code: bool
+    timeout_s: int | None
 
     def options(self, seed: int) -> "LoadOptions":
         """Return what `load_target` takes."""
@@ -63,6 +75,13 @@ _LOADING = (
     click.option("--config", type=FILE, help="Instead of TARGET: a random model of exactly this config.json."),
     _NETWORK,
     _REMOTE_CODE,
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.IntRange(0, 604_800),
+        help="Seconds that one call of your decoder, or of its factory, may take; 0 for no limit. Default: no "
+        "limit, or 600 for your own code where the environment variable CI is set.",
+    ),
 )
 
 

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def write_outputs(outputs: list[Callable[[], None]], status: int) -> int:
-    """Run every output; one that fails does not lose the others, and shows in the exit status."""
+    """Run every output; one that fails does not lose the others, is told once, and shows in the exit status."""
+    told = set[str]()
     for write in outputs:
         try:
             write()
         except OutputError as error:
-            complain(str(error))
+            if str(error) not in told:
+                complain(str(error))
+            told.add(str(error))
             status = status or EXIT_OUTPUT
     return status
 
@@ -81,6 +84,8 @@ def _terminal() -> "tuple[int, Look]":
     if (sys.stdout is None or not sys.stdout.isatty()) and not forced:
         return 100, Look.PLAIN
     width = max(80, shutil.get_terminal_size((100, 24)).columns)
+    if os.environ.get("TERM") == "dumb" and not forced:
+        return width, Look.PLAIN
     return width, Look.MONO if os.environ.get("NO_COLOR") else Look.COLOUR
 
 

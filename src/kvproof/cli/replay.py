@@ -1,15 +1,15 @@
 """The command ``kvproof replay``, and what it takes to load a record's model again."""
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvproof.cli.generate import show_text
+from kvproof.cli.guard import guard
 from kvproof.cli.lesson import load_checkpoint, train_checkpoint
-from kvproof.cli.options import FILE, permission_options
+from kvproof.cli.options import FILE, Finished, permission_options
 from kvproof.cli.outputs import complain, print_text
 from kvproof.cli.progress import Progress, show_progress
 from kvproof.errors import LedgerError, TrainingError, UsageError
@@ -47,6 +47,7 @@ def replay(
     The model is loaded from where the record says. Exits with 1 if a line does not follow from the lines before
     it and the model, or if the record is cut off.
     """
+    guard((target,), trusts_code=trust_remote_code, timeout_s=None)
     record = read_ledger(ledger)
     header = record.run.header
     with show_progress(quiet) as progress:
@@ -62,6 +63,11 @@ def replay(
         if reference and checkpoint is None and header.subject != ReferenceSubject.NAME:
             name = printable(header.subject)
             raise LedgerError(f"{ledger} does not say where its model {name!r} was loaded from: give --target")
+        if checkpoint is not None and not reference:
+            raise LedgerError(
+                f"{ledger} records {printable(header.subject)}, and --checkpoint gives weights of the reference "
+                "system: leave it out, or give the model with --target"
+            )
         if reference:
             subject = ReferenceSubject(
                 load_checkpoint(checkpoint) if checkpoint else recreate(progress, header, ledger)
@@ -86,7 +92,7 @@ def replay(
     if record.damage is not None:
         complain(f"{ledger}: {record.damage}; the lines before it were replayed")
     if result.problem is not None or record.damage is not None:
-        sys.exit(1)
+        raise Finished(1)
     if not quiet:
         print_text(describe_replay(ledger, record.run, result))
 

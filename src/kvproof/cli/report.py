@@ -1,12 +1,11 @@
 """The commands that take a saved report: ``kvproof render`` and ``kvproof shrink``."""
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
-from kvproof.cli.options import FILE
+from kvproof.cli.options import FILE, Finished
 from kvproof.cli.outputs import complain, print_text, write_outputs
 from kvproof.cli.progress import show_progress
 
@@ -41,7 +40,7 @@ def render(report_file: Path, form: str, out: Path | None) -> None:
     report = read(report_file, on_note=complain)
     text: str = importlib.import_module(f"kvproof.render.{FORMS[form]}").render(report)
     output = (lambda: print_text(text)) if out is None else (lambda: write_whole(out, text.encode()))
-    sys.exit(write_outputs([output], 0))
+    raise Finished(write_outputs([output], 0))
 
 
 @click.command()
@@ -76,6 +75,6 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, target: st
     outcome = "reproduces it" if done.reproduces else "does NOT reproduce it"
     if not done.reproduces:
         complain(f"{done.file} was run and {outcome}: {done.output}")
-        sys.exit(1)
+        raise Finished(1)
     text = f"{done.sentence}\n{done.file}: {done.num_lines} lines; it was run and {outcome}: {done.output}\n"
-    sys.exit(write_outputs([] if quiet else [lambda: print_text(text)], 0))
+    raise Finished(write_outputs([] if quiet else [lambda: print_text(text)], 0))

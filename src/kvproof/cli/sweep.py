@@ -1,12 +1,11 @@
 """The command ``kvproof sweep``."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_USAGE
+from kvproof.cli.options import ATTENTIONS, DTYPES, EXIT_REQUIRED, EXIT_USAGE, SEED, Finished
 from kvproof.cli.outputs import complain, print_text, write_outputs
 from kvproof.cli.progress import show_progress
 
@@ -17,7 +16,7 @@ from kvproof.cli.progress import show_progress
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), default=["float32"])
 @click.option("--attention", "attentions", multiple=True, type=click.Choice(ATTENTIONS), default=["eager"])
 @click.option("--length", type=click.IntRange(min=8), default=28, help="Tokens per sequence.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of weights and tokens.")
+@click.option("--seed", type=SEED, default=0, help="Seed of weights and tokens.")
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="Run only this scenario.")
 @click.option("--skip", "without", multiple=True, metavar="NAME", help="Leave this scenario out.")
 @click.option(
@@ -42,5 +41,7 @@ def sweep(targets: tuple[str, ...], folder: Path, quiet: bool, **options: Any) -
         asked = SweepOptions(**options)
         table = sweep_targets(targets, folder, asked, on_group=progress.groups, on_note=complain)
     text = table.summary if quiet else f"{table.summary}\nThe table: {folder / 'sweep.md'}"
-    status = table.verdict.exit_status or (EXIT_USAGE if table.has_refused(targets) else 0)
-    sys.exit(write_outputs([lambda: print_text(f"{text}\n")], status))
+    status = table.verdict.exit_status
+    if status in (0, EXIT_REQUIRED) and table.has_refused(targets):
+        status = EXIT_USAGE
+    raise Finished(write_outputs([lambda: print_text(f"{text}\n")], status))

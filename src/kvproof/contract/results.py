@@ -27,7 +27,8 @@ class Verdict(StrEnum):
     @property
     def exit_status(self) -> int:
         """The command line's exit status for this verdict."""
-        return {"diverged": 1, "raised": 6, "inconclusive": 3, "vacuous": 4}.get(self.value, 0)
+        statuses = {"diverged": 1, "raised": 6, "inconclusive": 3, "vacuous": 4, "not-checked": 5}
+        return statuses.get(self.value, 0)
 
     @property
     def passes(self) -> bool:

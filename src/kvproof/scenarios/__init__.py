@@ -28,7 +28,7 @@ from kvproof.scenarios._builders import (
     without_positions,
 )
 from kvproof.scenarios._calls import *  # noqa: F403
-from kvproof.scenarios._catalogue import catalogue, select
+from kvproof.scenarios._catalogue import catalogue, check_names, select
 from kvproof.scenarios._fit import fit_calls
 from kvproof.scenarios._operations import *  # noqa: F403
 from kvproof.scenarios._random import RANDOM_PROGRAMS, drawable_kinds, random_program, random_programs
@@ -56,6 +56,7 @@ __all__ = [
     "buffer_reuse",
     "capacity",
     "catalogue",
+    "check_names",
     "chunked_prefill",
     "compared_lengths",
     "compared_prefixes",

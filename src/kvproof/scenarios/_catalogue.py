@@ -1,6 +1,7 @@
 """The catalogue: every named scenario, built from two token sequences and the subject's boundaries."""
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 
 from kvproof.errors import UsageError
@@ -179,12 +180,19 @@ def _through_generate(sequence: Sequence[int], other: Sequence[int]) -> Iterator
     yield beam_search(sequence[:third], different[:3])
 
 
+def check_names(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `UsageError` for the first name that is not a known scenario's, with the nearest name that is."""
+    known = list(dict.fromkeys(known))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            suggestion = f". Did you mean {near[0]!r}? There are: " if near else "; there are: "
+            raise UsageError(f"no scenario {name!r}{suggestion}{', '.join(known)}")
+
+
 def select(
     scenarios: Sequence[Scenario], *, only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> tuple[Scenario, ...]:
     """Return only the named scenarios, or all except the named ones; raise `UsageError` for an unknown name."""
-    names = list(dict.fromkeys(scenario.name for scenario in scenarios))
-    for name in (*only, *without):
-        if name not in names:
-            raise UsageError(f"no scenario {name!r}; there are: {', '.join(names)}")
+    check_names((*only, *without), [scenario.name for scenario in scenarios])
     return tuple(s for s in scenarios if (not only or s.name in only) and s.name not in without)

@@ -30,10 +30,9 @@ from kvproof.subjects._checks import (
     check_generate,
     check_ids,
     check_list,
-    check_logits,
     is_integer,
-    wrap_errors,
 )
+from kvproof.subjects._decoder_calls import check_logits, wrap_errors
 from kvproof.subjects._token_ids import TokenIds
 
 

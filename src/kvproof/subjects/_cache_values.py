@@ -323,6 +323,12 @@ def without_fork(ops: CacheOps) -> CacheOps:
     return replace(ops, fork=None)
 
 
+def check_context_len(context_len: object) -> None:
+    """Raise `UsageError` unless a declared number of positions is an integer of at least 1."""
+    if not isinstance(context_len, int) or isinstance(context_len, bool) or context_len < 1:
+        raise UsageError(f"context_len must be an integer of at least 1, not {context_len!r}")
+
+
 def require_dtype(given: str, wanted: torch.dtype, what: str) -> None:
     """Raise `SubjectError` if a cast decoder's logits are not in the dtype that it was cast to."""
     if given != name_of(wanted):
@@ -332,14 +338,17 @@ def require_dtype(given: str, wanted: torch.dtype, what: str) -> None:
 
 
 def as_tensor(value: Any, what: str) -> Tensor:
-    """Return an array as a tensor: a torch tensor, a NumPy array or anything that supports DLPack.
+    """Return a copy of an array as a tensor: of a torch tensor, a NumPy array or anything that supports DLPack.
 
-    Raises `MalformedRowError` for anything else, and for values that are not floating-point numbers.
+    It is a copy because a decoder may write its next result into the same memory. Raises `MalformedRowError` for
+    anything else, and for values that are not floating-point numbers.
     """
-    tensor = _convert(value, what).detach()
+    tensor = _convert(value, what)
     if not tensor.is_floating_point():
-        raise MalformedRowError(f"{what} hold {tensor.dtype}, not floating-point numbers")
-    return tensor
+        raise MalformedRowError(f"{what} hold {tensor.dtype}{_shape_of(tensor)}, not floating-point numbers")
+    if tensor.dtype.itemsize < 2:  # torch computes nothing in such a dtype, not even a maximum
+        raise MalformedRowError(f"{what} hold {tensor.dtype}{_shape_of(tensor)}: cast them to a wider dtype")
+    return tensor.detach().clone()
 
 
 def _convert(value: Any, what: str) -> Tensor:
@@ -351,5 +360,14 @@ def _convert(value: Any, what: str) -> Tensor:
         )
     try:
         return torch.utils.dlpack.from_dlpack(value)
-    except BufferError:  # DLPack does not export a read-only array, so copy it
-        return torch.from_numpy(np.array(value))
+    except (BufferError, TypeError, ValueError, RuntimeError):  # a read-only array, or one that holds no numbers
+        array = np.array(value)
+    if not np.issubdtype(array.dtype, np.floating):
+        raise MalformedRowError(f"{what} hold {array.dtype}{_shape_of(array)}, not floating-point numbers")
+    if array.dtype.itemsize > 8:
+        raise MalformedRowError(f"{what} hold {array.dtype}{_shape_of(array)}: torch has no such dtype")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+
+
+def _shape_of(array: Any) -> str:
+    return f" of shape {tuple(array.shape)}"

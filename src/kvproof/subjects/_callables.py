@@ -23,12 +23,13 @@ from kvproof.subjects._cache_values import (
     Columns,
     as_tensor,
     call_start,
+    check_context_len,
     keywords,
     require_dtype,
     row_abilities,
     without_fork,
 )
-from kvproof.subjects._checks import wrap_errors
+from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._kept_state import KeptState
 from kvproof.subjects._module_state import modules_behind, random_parts, state_of_function
 from kvproof.subjects._token_ids import declared_padding, first_id
@@ -106,6 +107,7 @@ class CallableSubject(CacheValueSubject):
         for label, function in (("full", full), ("step", step), ("first", first), ("start", start)):
             if not callable(function) and (function is not None or label in ("full", "step")):
                 raise UsageError(f"{label} must be a function, not a {type(function).__name__}")
+        check_context_len(context_len)
         self.full, self._step, self._cast_to, self._first, self._start = full, step, cast, first, start
         self.ops = without_fork(ops) if one_session else ops
         self.kept = None if state is None else KeptState(None, *state)

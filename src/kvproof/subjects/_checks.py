@@ -1,28 +1,14 @@
-"""What every adapter's calls are held to: token ids, the context, logits; and how its exceptions are wrapped."""
+"""What every adapter's calls are held to: token ids, the context, and what is generated."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
-
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvproof.contract.results import SubjectInfo
-from kvproof.errors import ContextError, KvproofError, MalformedRowError, SubjectError, TokenError, UsageError
+from kvproof.errors import ContextError, TokenError, UsageError
 from kvproof.scenarios import Ability, Generate, Method
 
 if TYPE_CHECKING:
     from kvproof.subjects._base import Subject
-
-T = TypeVar("T")
-
-
-def wrap_errors(call: Callable[[], T]) -> T:
-    """Run an adapter's call; any error that is not kvproof's becomes a `SubjectError` that keeps its cause."""
-    try:
-        return call()
-    except KvproofError:
-        raise
-    except Exception as error:
-        raise SubjectError(f"the decoder raised {type(error).__name__}: {error}") from error
 
 
 def check_ids(ids: Sequence[int], info: SubjectInfo) -> None:
@@ -80,13 +66,3 @@ def check_context(start: int, num_new: int, info: SubjectInfo) -> None:
             f"position {max(start, info.context_len)} is past the context: {info.name} accepts positions "
             f"0..{info.context_len - 1}, {start} tokens are consumed and {num_new} more were given"
         )
-
-
-def check_logits(logits: object, expected: tuple[int, ...]) -> None:
-    """Raise `MalformedRowError` unless the decoder returned floating-point logits of the expected shape."""
-    if not isinstance(logits, Tensor):
-        raise MalformedRowError(f"the decoder gave a {type(logits).__name__}, not logits")
-    if not logits.is_floating_point():
-        raise MalformedRowError(f"the decoder gave logits of {logits.dtype}, not floating-point numbers")
-    if tuple(logits.shape) != expected:
-        raise MalformedRowError(f"the decoder gave logits of shape {tuple(logits.shape)}, not {expected}")

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from kvproof._system.user_frames import describe_exit, describe_traceback
 from kvproof.errors import KvproofError, UsageError
 from kvproof.subjects import _registry
 from kvproof.subjects._adapter import Adapter, LoadOptions, Target
 from kvproof.subjects._base import Subject
 from kvproof.subjects._callables import CallableSubject
-from kvproof.subjects._frames import place_of
 from kvproof.subjects._registry import split_factory
 
 
@@ -119,12 +119,21 @@ def _from_package(name: str) -> ModuleType:
 
 
 def _run(what: str, call: Callable[[], Any]) -> Any:
-    """Run the caller's code; any exception becomes a `UsageError`."""
+    """Run the caller's code; any exception but Ctrl-C becomes a `UsageError` that says where it was raised."""
     try:
         return call()
+    except KeyboardInterrupt:
+        raise
     except KvproofError as error:
-        raise UsageError(f"{what}: {error}") from error
-    except Exception as error:
-        place = place_of(error)
-        where = "" if place is None else f" ({place})"
-        raise UsageError(f"{what} raised {type(error).__name__}: {error}{where}") from error
+        cause = error if error.__cause__ is None else error.__cause__
+        raise UsageError(f"{what}: {error}{_where(cause)}") from error
+    except SystemExit as error:
+        raise UsageError(f"{what} called {describe_exit(error)}") from error
+    except BaseException as error:
+        raise UsageError(f"{what} raised {type(error).__name__}: {error}{_where(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    """Return where the caller's own code raised, unless the message says so already."""
+    where = "" if isinstance(error, SystemExit) else describe_traceback(error.__traceback__)
+    return f" ({where})" if where else ""

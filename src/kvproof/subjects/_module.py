@@ -25,12 +25,13 @@ from kvproof.subjects._cache_values import (
     Columns,
     as_tensor,
     call_start,
+    check_context_len,
     keywords,
     require_dtype,
     row_abilities,
     without_fork,
 )
-from kvproof.subjects._checks import wrap_errors
+from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._kept_state import KeptState
 from kvproof.subjects._module_state import random_parts, state_of_module
 from kvproof.subjects._taps import describe_compiled, layer_of, tapped
@@ -105,6 +106,7 @@ class ModuleSubject(CacheValueSubject):
         vocabulary, and `SubjectError` if a first call raises or does not return logits.
         """
         self._given = keywords(locals(), without=("module", "name", "true_float64", "ids", "avoid_ids"))
+        check_context_len(context_len)
         names = {"cache": cache, "positions": positions, "mask": mask}
         _check_names(module, {label: given for label, given in names.items() if given is not None})
         self.module = module.eval().requires_grad_(False)

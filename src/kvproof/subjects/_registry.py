@@ -141,7 +141,12 @@ ADAPTERS: tuple[AdapterEntry, ...] = (
 
 
 def find_entry(target: str | None) -> AdapterEntry | None:
-    """Return the adapter of a target, or of ``--config FILE`` for None; None for a target of no known form."""
+    """Return the adapter of a target, or of ``--config FILE`` for None; None for a target of no known form.
+
+    Raises `UsageError` for an empty target: an unset variable of a shell would name the current folder.
+    """
+    if target is not None and not target.strip():
+        raise UsageError(f"the target is empty: {target!r}; a dot (.) is the current folder")
     if target is None:
         return next(entry for entry in ADAPTERS if entry.takes_config)
     found = _find(target)

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from kvproof._numerics.dtypes import dtype_of
+from kvproof._system.user_frames import describe_traceback
 from kvproof.errors import SubjectError, UsageError
 from kvproof.scenarios import Ability
 from kvproof.subjects._adapter import LoadOptions, Target
 from kvproof.subjects._base import Subject
-from kvproof.subjects._checks import wrap_errors
+from kvproof.subjects._decoder_calls import wrap_errors
 from kvproof.subjects._registry import AdapterEntry, find_entry, find_scheme, list_forms
 
 
@@ -39,7 +40,9 @@ def load_target(target: str | None, options: LoadOptions) -> Subject:
     try:
         subject = wrap_errors(lambda: adapter.load(parts, options))
     except SubjectError as error:
-        raise UsageError(f"{label} cannot be audited: {str(error).splitlines()[0]}") from error
+        where = "" if error.__cause__ is None else describe_traceback(error.__cause__.__traceback__)
+        problem = f"{label} cannot be audited: {str(error).splitlines()[0]}"
+        raise UsageError(f"{problem} ({where})" if where else problem) from error
     if options.ids is not None or options.avoid_ids:
         subject = subject.with_ids(options.ids, options.avoid_ids)
     if options.dtype in (None, subject.info.dtype):

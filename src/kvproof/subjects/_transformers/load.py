@@ -4,6 +4,7 @@ kvproof uses the network, and runs code that comes with a model, only if the cal
 """
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -147,7 +148,7 @@ def config_model(file: Path, options: LoadOptions) -> "TransformersSubject":
         raise UsageError(f"no such configuration: {file}; give a model's config.json")
     source = {"pretrained_model_name_or_path": file, "local_files_only": True}
     config = _causal_config(str(file), source, trust_remote_code=trusted)
-    with as_usage_errors(f"{file} cannot be built"), torch.random.fork_rng(devices=[]):
+    with as_usage_errors(f"{file} cannot be built", config.to_dict()), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(options.seed)
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=options.attention, dtype=torch.float32, trust_remote_code=trusted
@@ -167,7 +168,7 @@ def _load(
 ) -> "TransformersSubject":
     trusted = options.trust_remote_code
     config = _causal_config(name, source, trust_remote_code=trusted)
-    with as_usage_errors(f"{name} cannot be loaded"):
+    with as_usage_errors(f"{name} cannot be loaded", config.to_dict()):
         model, found = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
@@ -198,7 +199,9 @@ def _load(
 
 def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool) -> Any:
     """Return the configuration of a causal model; raise `UsageError` for a model of another kind."""
-    with as_usage_errors(f"{name} cannot be loaded"):
+    with as_usage_errors(
+        f"{name} cannot be loaded", _read_members(Path(source["pretrained_model_name_or_path"]))
+    ):
         config = AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
     kind = str(config.model_type)
     brought = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -217,6 +220,15 @@ def _causal_config(name: str, source: dict[str, Any], *, trust_remote_code: bool
             'its config.json says "is_decoder": true'
         )
     return config
+
+
+def _read_members(path: Path) -> dict[str, Any]:
+    """Return what a config.json holds, for messages; nothing if it cannot be read."""
+    try:
+        members = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return members if isinstance(members, dict) else {}
 
 
 def _list_names(names: list[str]) -> str:
