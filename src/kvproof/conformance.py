@@ -15,11 +15,11 @@ from kvproof._engine.prompts import random_sequences
 from kvproof._numerics.dtypes import dtype_of, name_of
 from kvproof._numerics.taps import Recorder
 from kvproof._numerics.tolerances import declared_tolerance
+from kvproof._system.user_frames import describe_origin
 from kvproof.contract.stages import Site, Stage
 from kvproof.errors import ContextError, KvproofError, RefusedError
 from kvproof.scenarios import Ability
 from kvproof.subjects import Session, Subject, as_subject
-from kvproof.subjects._frames import place_of
 
 _NUM_TOKENS = 8
 #: What a quick check looks at besides plain sessions.
@@ -93,10 +93,10 @@ def _checked(promise: str, run: Callable[[], None]) -> Check:
     except _Broken as error:
         return Check(promise=promise, problem=str(error))
     except KvproofError as error:
-        return Check(promise=promise, problem=_first_line(error), where=place_of(error))
+        return Check(promise=promise, problem=_first_line(error), where=describe_origin(error))
     except Exception as error:  # what an adapter returns may be anything
         problem = f"{type(error).__name__}: {_first_line(error)}"
-        return Check(promise=promise, problem=problem, where=place_of(error))
+        return Check(promise=promise, problem=problem, where=describe_origin(error))
     return Check(promise=promise, problem=None)
 
 

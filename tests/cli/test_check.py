@@ -70,12 +70,12 @@ def test_what_raises_is_shown_where_it_is(mine: str):
     found = run("check", f"{mine}:raises")
     line = MINE.splitlines().index('    return CallableSubject(full, lambda ids, cache: cache["layer 7"])') + 1
     assert found.status == 1
-    assert f"(mine.py:{line} in <lambda>)" in found.out
+    assert f"mine.py, line {line}, in <lambda>" in found.out
 
 
 def test_a_factory_that_raises_says_where(mine: str):
     line = MINE.splitlines().index('    return {}["weights"]') + 1
-    assert run("check", f"{mine}:fails").refused("raised KeyError: 'weights'", f"(mine.py:{line} in fails)")
+    assert run("check", f"{mine}:fails").refused("raised KeyError: 'weights'", f"mine.py, line {line}, in fails")
 
 
 def test_an_audit_checks_the_adapter_first_and_its_verdict_stays(mine: str):

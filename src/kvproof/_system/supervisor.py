@@ -5,6 +5,7 @@ itself that it is done and with which exit status; a child that ends without say
 Nothing heavy is imported here: the fork comes before torch, and before any thread.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ class _Channel:
     """The end of the pipe through which a supervised child says how it ends."""
 
     handle: int | None = None
+    leave: Callable[[int], NoReturn] | None = None  #: ``os._exit`` as it was
 
 
 _CHANNEL = _Channel()
@@ -71,11 +73,20 @@ def supervise(what: str, limit_s: float | None) -> int | None:
         return _status_of(what, limit_s, said, wait_status, stack.read().decode("utf-8", "replace"))
 
 
-def report_done(status: int) -> None:
-    """Say in a supervised child that the command is done, with its exit status; otherwise do nothing."""
-    if _CHANNEL.handle is not None:
-        with suppress(OSError):
-            os.write(_CHANNEL.handle, _DONE + b"%d" % status)
+def finish(status: int) -> None:
+    """Say in a supervised child that the command is done, and end it there; otherwise do nothing.
+
+    The child is a copy of whatever called the command line, a test runner for one, and must not go on as that.
+    """
+    if _CHANNEL.handle is None or _CHANNEL.leave is None:
+        return
+    with suppress(OSError):
+        os.write(_CHANNEL.handle, _DONE + b"%d" % status)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError, OSError):  # it is closed, or nobody reads it
+            stream.flush()
+    _CHANNEL.leave(status)
 
 
 def interrupt_once() -> "Callable[[int, FrameType | None], None]":
@@ -106,8 +117,8 @@ def _can_supervise() -> bool:
 
 def _run_as_child(parent: int, sender: int, limit_s: float | None, stack: IO[bytes]) -> None:
     """Prepare the child: how it says that it is done, and when it ends."""
-    _CHANNEL.handle = sender
     own, leave = os.getpid(), os._exit
+    _CHANNEL.handle, _CHANNEL.leave = sender, leave
 
     def exit_and_tell(status: int) -> NoReturn:
         """Say where the decoder ends the process. Processes that it forks end as they like."""

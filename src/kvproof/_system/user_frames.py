@@ -26,6 +26,12 @@ def describe_traceback(frames: TracebackType | None) -> str:
     return describe_places(reversed(places))
 
 
+def describe_origin(error: BaseException) -> str:
+    """Return where the user's code raised an exception, or the one that it comes from; empty if it did not."""
+    place = describe_traceback(error.__traceback__)
+    return describe_origin(error.__cause__) or place if error.__cause__ is not None else place
+
+
 def describe_exit(error: SystemExit) -> str:
     """Return which ``sys.exit`` was called and where in the user's code, as in "sys.exit(0) in x.py, line 3"."""
     where = describe_traceback(error.__traceback__)

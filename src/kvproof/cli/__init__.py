@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import click
 
-from kvproof._system.supervisor import interrupt_once, report_done
+from kvproof._system.supervisor import finish, interrupt_once
 from kvproof._system.user_frames import describe_traceback
 from kvproof.cli.audit import audit
 from kvproof.cli.catalogue import faults
@@ -46,7 +46,7 @@ def main() -> None:
     """Run the command line; every way out has its exit status and says why in one line."""
     with _handle_signals():
         status = _status_of(lambda: cli(standalone_mode=False))
-        report_done(status)
+        finish(status)
     sys.exit(status)
 
 

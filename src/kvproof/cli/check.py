@@ -1,12 +1,12 @@
 """The command ``kvproof check``: does an adapter keep the promises that it makes?"""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
 import click
 
-from kvproof.cli.options import Loading, ids_options, loading_options, read_ids
+from kvproof.cli.guard import guard
+from kvproof.cli.options import Finished, Loading, ids_options, loading_options, read_ids
 from kvproof.cli.outputs import print_text, write_outputs
 from kvproof.cli.progress import show_progress
 from kvproof.subjects._registry import describe_targets, runs_on_one_thread
@@ -25,6 +25,7 @@ def check(target: str, seed: int, loading: Loading, ids: str | None, avoid_ids: 
     adapter from a broken decoder. What raises is shown with its own file and line. Exits with 0 if all promises
     are kept, and with 1 if one is broken.
     """
+    guard((target,), trusts_code=loading.trust_remote_code, timeout_s=loading.timeout_s)
     with show_progress(quiet) as progress:
         from kvproof import conformance
         from kvproof._system.machine import use_one_thread
@@ -37,7 +38,7 @@ def check(target: str, seed: int, loading: Loading, ids: str | None, avoid_ids: 
             progress.stage("checking promises")
             found = conformance.check(subject)
     text = "".join(f"{each}\n" for each in found.checks if each.problem) if quiet else f"{found}\n"
-    sys.exit(write_outputs([lambda: print_text(text)] if text else [], 0 if found.passed else 1))
+    raise Finished(write_outputs([lambda: print_text(text)] if text else [], 0 if found.passed else 1))
 
 
 check.help = str(check.help).format(targets=describe_targets())

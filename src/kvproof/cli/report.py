@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvproof.cli.guard import guard
 from kvproof.cli.options import FILE, Finished
 from kvproof.cli.outputs import complain, print_text, write_outputs
 from kvproof.cli.progress import show_progress
@@ -59,13 +60,15 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, target: st
     file needs torch and transformers alone; for a decoder of yours, it imports the function that returns it.
     Exits with 0 if it reproduces the finding, with 1 if it does not.
     """
+    from kvproof.render.json import read
+
+    report = read(report_file, on_note=complain)
+    guard((target or (report.request and report.request.target),), trusts_code=False, timeout_s=None)
     with show_progress(quiet) as progress:
         from kvproof._shrinking.reproduce import reproduce
         from kvproof._system.machine import use_one_thread
-        from kvproof.render.json import read
         from kvproof.subjects._registry import runs_on_one_thread
 
-        report = read(report_file, on_note=complain)
         file = report_file.with_name("reproduction.py") if out is None else out
         tiny = report.request is not None and runs_on_one_thread(target or report.request.target)
         with use_one_thread() if tiny else nullcontext():
