@@ -63,14 +63,15 @@ def shrink(report_file: Path, out: Path | None, scenario: str | None, target: st
     from kvproof.render.json import read
 
     report = read(report_file, on_note=complain)
-    guard((target or (report.request and report.request.target),), trusts_code=False, timeout_s=None)
+    recorded = None if report.request is None else report.request.target
+    guard((target or recorded,), trusts_code=False, timeout_s=None)
     with show_progress(quiet) as progress:
         from kvproof._shrinking.reproduce import reproduce
         from kvproof._system.machine import use_one_thread
         from kvproof.subjects._registry import runs_on_one_thread
 
         file = report_file.with_name("reproduction.py") if out is None else out
-        tiny = report.request is not None and runs_on_one_thread(target or report.request.target)
+        tiny = recorded is not None and runs_on_one_thread(target or recorded)
         with use_one_thread() if tiny else nullcontext():
             done = reproduce(
                 report, file, name=str(report_file), only=scenario, target=target, on_stage=progress.stage
