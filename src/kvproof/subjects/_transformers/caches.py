@@ -1,7 +1,11 @@
 """The library's other caches, what each needs, and the windows that configurations declare."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from time import time
 from typing import Any, Final
 
 import torch
@@ -15,6 +19,9 @@ _GARBAGE: Final = 1e4
 
 #: The packages that can quantise a cache, by the library's name for the backend.
 _BACKENDS: Final = {"quanto": "optimum.quanto", "hqq": "hqq"}
+
+#: How long compiling a package's kernel may take, in seconds; it takes a minute.
+_MAX_BUILD_S: Final = 600
 
 #: Names under which configurations declare the window or block length of attention, a convolution or a scan.
 _WINDOWS: Final = (
@@ -54,12 +61,39 @@ def why_not(kind: CacheKind, config: Any, device: torch.device) -> str | None:
     """Return why a model cannot keep such a cache, or None if it can."""
     if kind is CacheKind.OFFLOADED and device.type == "cpu":
         return "an offloaded cache moves between a device and the host, and the model stands on the CPU"
-    if kind is CacheKind.QUANTISED and not any(_backends()):
-        return "a quantised cache needs optimum-quanto or hqq, and neither is installed"
+    if kind is CacheKind.QUANTISED and (problem := _why_no_backend()) is not None:
+        return problem
     try:
         new_cache(kind, config, 1)
     except Exception as error:  # the library raises errors of many types for layers without such a cache
         return f"the library makes no {kind.value} cache for it: {type(error).__name__}: {error}"
+    return None
+
+
+def _why_no_backend() -> str | None:
+    """Return why no package can quantise a cache here, or None if one can."""
+    backend = next(_backends(), None)
+    if backend is None:
+        return "a quantised cache needs optimum-quanto or hqq, and neither is installed"
+    spec = find_spec(_BACKENDS[backend])
+    if backend != "quanto" or spec is None or spec.origin is None:
+        return None
+    return why_not_compiled(Path(spec.origin).parent / "library" / "extensions" / "cpp" / "build")
+
+
+def why_not_compiled(folder: Path) -> str | None:
+    """Return why optimum-quanto cannot use the kernel that it compiles into ``folder``, or None if it can.
+
+    Whoever finds a lock there waits until it is gone: for ever, if the process that made it was killed.
+    """
+    lock = folder / "lock"
+    if lock.exists() and time() - lock.stat().st_mtime > _MAX_BUILD_S:
+        return f"optimum-quanto would wait for a build of its kernel that never ended: remove {lock}"
+    if (folder / "quanto_cpp.so").exists() or lock.exists():
+        return None
+    missing = [name for name in (os.environ.get("CXX", "c++"), "ninja") if which(name) is None]
+    if missing:
+        return f"optimum-quanto compiles its kernel at first use, and {' and '.join(missing)} is not installed"
     return None
 
 
