@@ -182,7 +182,7 @@ def test_the_first_exception_is_kept_where_the_session_cannot_be_rebuilt_either(
         (integers, 0, "the logits hold torch.int64 of shape (2, 11), not floating-point numbers"),
         (nothing, 0, "step(ids, cache) must return (logits, cache), not a NoneType"),
         (lambda ids, cache: (None, cache), 0, "the logits are a NoneType"),
-        (lambda ids, cache: (step(ids, cache)[0][:1], 0), 0, "step() gave 1 rows of logits for 2 tokens"),
+        (lambda ids, cache: (step(ids, cache)[0][:1], 0), 0, "the decoder gave 1 row of logits for 2 tokens"),
     ],
     ids=["a wrong shape", "no floating-point numbers", "None", "None as logits", "too few rows"],
 )

@@ -44,6 +44,8 @@ for _command in (milestone, audit, check, generate, replay, faults, sweep, rende
 
 def main() -> None:
     """Run the command line; every way out has its exit status and says why in one line."""
+    if os.environ.get("_KVPROOF_COMPLETE"):
+        cli(prog_name="kvproof")  # a shell asks for completions: click answers, and exits
     with _handle_signals():
         status = _status_of(lambda: cli(standalone_mode=False))
         finish(status)

@@ -206,7 +206,7 @@ class CacheValueSession(Session):
 
     def _kept(self, logits: Tensor, num_new: int) -> Tensor:
         """Return what a call of so many tokens gives, or raise `MalformedRowError` for another number of rows."""
-        num_rows = logits.shape[1]
+        num_rows = logits.shape[1] if isinstance(logits, Tensor) and logits.ndim == 3 else None
         if num_rows == num_new > 1 and self.decoder.last_row:
             raise MalformedRowError(
                 f"the decoder gave {num_rows} rows of logits for {num_new} tokens, and last_row=True means one"
