@@ -331,7 +331,13 @@ def test_a_kernel_that_cannot_be_compiled_is_no_cache(tmp_path: Path, monkeypatc
     lock.unlink()
     (tmp_path / "ninja").unlink()
     (tmp_path / "quanto_cpp.so").touch()
+    (tmp_path / "pytorch_version.txt").write_text("1.0")
+    assert "ninja is not installed" in str(why_not_compiled(tmp_path))  # it is another torch's
+    (tmp_path / "pytorch_version.txt").write_text(torch.__version__)
     assert why_not_compiled(tmp_path) is None
+    lock.touch()
+    os.utime(lock, (0, 0))
+    assert why_not_compiled(tmp_path) is None  # a kernel that is there needs no lock
 
 
 def test_what_a_quantised_cache_costs_is_shown_and_not_held_against_it():

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from shutil import which
 from time import time
@@ -20,6 +21,8 @@ _GARBAGE: Final = 1e4
 #: The packages that can quantise a cache, by the library's name for the backend.
 _BACKENDS: Final = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
+#: The file that optimum-quanto compiles.
+_KERNEL: Final = "quanto_cpp.so"
 #: How long compiling a package's kernel may take, in seconds; it takes a minute.
 _MAX_BUILD_S: Final = 600
 
@@ -54,7 +57,10 @@ def new_cache(kind: CacheKind, config: Any, capacity: int) -> Any:
         return StaticCache(config=config, max_cache_len=capacity)
     if kind is CacheKind.OFFLOADED:
         return DynamicCache(config=config, offloading=True)
-    return QuantizedCache(backend=next(_backends()), config=config)
+    backend = next(_backends())
+    if backend == "quanto":
+        _use_compiled_kernel()
+    return QuantizedCache(backend=backend, config=config)
 
 
 def why_not(kind: CacheKind, config: Any, device: torch.device) -> str | None:
@@ -87,14 +93,35 @@ def why_not_compiled(folder: Path) -> str | None:
     Whoever finds a lock there waits until it is gone: for ever, if the process that made it was killed.
     """
     lock = folder / "lock"
-    if lock.exists() and time() - lock.stat().st_mtime > _MAX_BUILD_S:
-        return f"optimum-quanto would wait for a build of its kernel that never ended: remove {lock}"
-    if (folder / "quanto_cpp.so").exists() or lock.exists():
+    if _is_compiled(folder):
         return None
+    if lock.exists():
+        if time() - lock.stat().st_mtime <= _MAX_BUILD_S:
+            return None
+        return f"optimum-quanto would wait for a build of its kernel that never ended: remove {lock}"
     missing = [name for name in (os.environ.get("CXX", "c++"), "ninja") if which(name) is None]
     if missing:
         return f"optimum-quanto compiles its kernel at first use, and {' and '.join(missing)} is not installed"
     return None
+
+
+def _use_compiled_kernel() -> None:
+    """Load optimum-quanto's kernel without its lock, which a killed audit would leave behind."""
+    ext = import_module("optimum.quanto.library.extensions.cpp").ext
+    folder = Path(ext.build_directory)
+    if ext._lib is not None or not _is_compiled(folder):
+        return
+    spec = spec_from_file_location(ext.name, folder / _KERNEL)
+    if spec is not None and spec.loader is not None:
+        kernel = module_from_spec(spec)
+        spec.loader.exec_module(kernel)
+        ext._lib = kernel
+
+
+def _is_compiled(folder: Path) -> bool:
+    """Return whether a kernel for the installed torch is in ``folder``: the version is written once it has run."""
+    version = folder / "pytorch_version.txt"
+    return (folder / _KERNEL).exists() and version.exists() and version.read_text().strip() == torch.__version__
 
 
 def has_spare_slots(config: Any) -> bool:
