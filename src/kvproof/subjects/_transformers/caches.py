@@ -119,7 +119,7 @@ def _use_compiled_kernel() -> None:
 
 
 def _is_compiled(folder: Path) -> bool:
-    """Return whether a kernel for the installed torch is in ``folder``: the version is written once it has run."""
+    """Return whether a kernel for the installed torch is in ``folder``: its version is written once it ran."""
     version = folder / "pytorch_version.txt"
     return (folder / _KERNEL).exists() and version.exists() and version.read_text().strip() == torch.__version__
 
