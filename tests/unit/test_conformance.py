@@ -165,7 +165,7 @@ def test_what_raises_is_shown_with_its_own_file_and_line():
     broken = [check for check in result.checks if check.problem]
     assert broken
     assert all(
-        check.where is not None and check.where.endswith(f"test_conformance.py:{line} in raising")
+        check.where is not None and f"test_conformance.py, line {line}, in raising: raise" in check.where
         for check in broken
     ), result
     assert f"the decoder raised KeyError: 'no such layer' ({broken[0].where})" in str(result)
